@@ -1,0 +1,1 @@
+"""Measurements behind the README: ``python -m benchmarks.<name> [--quick] [--json]``."""

@@ -1,0 +1,120 @@
+"""A Plan holds decisions only: where each layer runs, how the batch is cut, what fills which bubble.
+
+It is made once (on rank 0 or offline), saved as JSON, and its digest is compared over all ranks
+before the first step. It holds no times: those are the Profile's.
+"""
+
+from dataclasses import dataclass
+
+from lightning_dpipe.core.errors import PlanError
+from lightning_dpipe.core.op import Op
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Layers ``[start, stop)`` of a backbone on the given devices (one per replica of the stage)."""
+
+    backbone: str
+    start: int
+    stop: int
+    devices: tuple[int, ...]
+    recompute: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fill:
+    """After op `after` on `device`, run layers ``[start, stop)`` of `component` for the next batch.
+
+    Samples ``[first, last)`` are positions in the rank's own local batch. `after` None means
+    before the device's first op. `self_conditioned` says which of the two schedules it belongs to.
+    """
+
+    device: int
+    after: Op | None
+    component: str
+    start: int
+    stop: int
+    first: int
+    last: int
+    self_conditioned: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How one model trains on one world.
+
+    `groups[g][d]` is the global rank of device `d` in pipeline group `g`; groups are replicas of
+    the whole pipeline. `batch_size` is per device, as under DDP, so a group's micro-batches cut
+    ``batch_size * num_devices`` samples. `fills` is empty when frozen work runs up front.
+    """
+
+    graph_digest: str
+    profile_digest: str
+    groups: tuple[tuple[int, ...], ...]
+    stages: tuple[Stage, ...]
+    num_microbatches: int
+    batch_size: int
+    schedule: str
+    fills: tuple[Fill, ...] = ()
+    version: int = 1
+
+    def __post_init__(self) -> None:
+        sizes = {len(group) for group in self.groups}
+        if len(sizes) != 1:
+            raise PlanError(f"pipeline groups have {sorted(sizes)} devices; expected one size")
+        if sorted(r for g in self.groups for r in g) != list(range(self.world_size)):
+            raise PlanError(
+                f"groups {self.groups} do not hold each rank 0..{self.world_size - 1} once"
+            )
+        if self.num_microbatches < 1 or self.batch_size < 1:
+            raise PlanError(
+                f"num_microbatches={self.num_microbatches}, batch_size={self.batch_size}; "
+                "both must be at least 1"
+            )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of one pipeline group."""
+        return len(self.groups[0])
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return sum(len(group) for group in self.groups)
+
+    def locate(self, rank: int) -> tuple[int, int]:
+        """Return (group, device) of a global rank."""
+        for group, ranks in enumerate(self.groups):
+            if rank in ranks:
+                return group, ranks.index(rank)
+        raise PlanError(f"rank {rank} is not in the plan's world of {self.world_size} ranks")
+
+    def stages_on(self, device: int) -> tuple[int, ...]:
+        """Indices of the stages that live on a device."""
+        return tuple(i for i, stage in enumerate(self.stages) if device in stage.devices)
+
+
+def split_sizes(total: int, parts: int) -> tuple[int, ...]:
+    """Sizes of `tensor_split`: the first ``total % parts`` parts get one more."""
+    base, extra = divmod(total, parts)
+    return tuple(base + (i < extra) for i in range(parts))
+
+
+def default_groups(world_size: int, num_devices: int) -> tuple[tuple[int, ...], ...]:
+    """Consecutive ranks form a group, last stage on its lowest rank.
+
+    Global rank 0 owns loggers and needs the loss, so it is the last device of group 0.
+
+    Raises:
+        PlanError: `world_size` is not a multiple of `num_devices`.
+    """
+    if num_devices < 1 or world_size % num_devices:
+        raise PlanError(
+            f"{world_size} ranks cannot form pipelines of {num_devices} devices "
+            f"({world_size} % {num_devices} = {world_size % max(num_devices, 1)}); "
+            "choose num_stages so that it divides the world size"
+        )
+    return tuple(
+        tuple(reversed(range(first, first + num_devices)))
+        for first in range(0, world_size, num_devices)
+    )

@@ -1,0 +1,135 @@
+"""What layers, links and the optimizer cost. A Profile holds times and bytes, never a choice."""
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from lightning_dpipe.core.errors import ProfileError
+from lightning_dpipe.core.graph import ModelGraph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """Cost of one layer at each of the component's profiled sizes (one entry a size).
+
+    `input_grad_us` is the part of the backward that is left when the weights need no gradient;
+    ``backward_us`` is the full backward (I + W). A layer no gradient passes has zeros in both.
+    """
+
+    name: str
+    forward_us: tuple[int, ...]
+    backward_us: tuple[int, ...]
+    input_grad_us: tuple[int, ...]
+    activation_bytes: tuple[int, ...]
+    param_bytes: int
+    trained_bytes: int
+    optimizer_us: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentCost:
+    """Costs of one component's layers at ascending local batch sizes `samples`."""
+
+    name: str
+    samples: tuple[int, ...]
+    layers: tuple[LayerCost, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """Latency and bandwidth of one kind of transfer; `host_us` is what a message costs the sender."""
+
+    latency_us: int
+    bytes_per_s: int
+    host_us: int = 0
+
+    def transfer_us(self, num_bytes: int) -> int:
+        """Time from send to arrival of `num_bytes`."""
+        return self.latency_us + -(-num_bytes * 1_000_000 // self.bytes_per_s) if num_bytes else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """All costs of one model on one kind of device.
+
+    `overhead_us` is what an iteration costs beside its ops (loop, logging, loss exchange).
+    `estimated` marks times that were computed (roofline) rather than measured.
+    """
+
+    graph: ModelGraph
+    costs: tuple[ComponentCost, ...]
+    p2p: Link
+    allreduce: Link
+    device: str
+    dtype: str
+    overhead_us: int = 0
+    memory_bytes: int | None = None
+    estimated: bool = False
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def _by_name(self) -> dict[str, ComponentCost]:
+        return {cost.name: cost for cost in self.costs}
+
+    def component(self, name: str) -> ComponentCost:
+        """Find a component's costs.
+
+        Raises:
+            ProfileError: It was not profiled.
+        """
+        if name not in self._by_name:
+            raise ProfileError(
+                f"component {name!r} is not in the profile, which has: {', '.join(self._by_name)}; "
+                "profile this model again"
+            )
+        return self._by_name[name]
+
+    def forward_us(self, component: str, start: int, stop: int, samples: int) -> int:
+        """Forward time of layers ``[start, stop)`` on `samples` samples."""
+        cost = self.component(component)
+        return sum(
+            interpolate(cost.samples, x.forward_us, samples) for x in cost.layers[start:stop]
+        )
+
+    def backward_us(self, component: str, start: int, stop: int, samples: int) -> int:
+        """Full backward time of layers ``[start, stop)``; the layers' status is in their costs."""
+        cost = self.component(component)
+        return sum(
+            interpolate(cost.samples, x.backward_us, samples) for x in cost.layers[start:stop]
+        )
+
+    def input_grad_us(self, component: str, start: int, stop: int, samples: int) -> int:
+        """Input-gradient part (I) of the backward of layers ``[start, stop)``."""
+        cost = self.component(component)
+        return sum(
+            interpolate(cost.samples, x.input_grad_us, samples) for x in cost.layers[start:stop]
+        )
+
+    def optimizer_us(self, component: str, start: int, stop: int) -> int:
+        """Optimizer step time of layers ``[start, stop)``."""
+        return sum(x.optimizer_us for x in self.component(component).layers[start:stop])
+
+    def trained_bytes(self, component: str, start: int, stop: int) -> int:
+        """Gradient bytes of layers ``[start, stop)``."""
+        return sum(x.trained_bytes for x in self.component(component).layers[start:stop])
+
+
+def interpolate(samples: tuple[int, ...], costs: tuple[int, ...], n: int) -> int:
+    """Cost at `n` samples: linear between the profiled sizes, and beyond them along the last two.
+
+    Raises:
+        ProfileError: `n` is negative.
+    """
+    if n <= 0:
+        if n < 0:
+            raise ProfileError(f"asked for the cost of {n} samples; expected a count >= 0")
+        return 0
+    at = bisect_left(samples, n)
+    if at < len(samples) and samples[at] == n:
+        return costs[at]
+    if len(samples) == 1:
+        return costs[0] * n // samples[0]
+    low = min(max(at - 1, 0), len(samples) - 2)
+    x0, x1, y0, y1 = samples[low], samples[low + 1], costs[low], costs[low + 1]
+    return max(0, y0 + (y1 - y0) * (n - x0) // (x1 - x0))

@@ -1,0 +1,1 @@
+"""Datamodules and image decoding."""

@@ -1,0 +1,1 @@
+"""From a Plan to one straight-line Program per rank."""

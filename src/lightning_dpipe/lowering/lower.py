@@ -1,0 +1,70 @@
+"""Lower a Plan and a Schedule to one straight-line Program per device of a group.
+
+Three passes, each alone in a file: `emit` walks each device's ops and writes waits, work and sends;
+`receive` posts every receive a few ops ahead, in the order its sender sends; `lifetimes` frees each
+slot after its last use and gives receives and gathers numbered buffers.
+"""
+
+from lightning_dpipe.core.errors import PlanError, UnsupportedError
+from lightning_dpipe.core.graph import ModelGraph
+from lightning_dpipe.core.plan import Plan
+from lightning_dpipe.core.program import Program, StepShape
+from lightning_dpipe.core.schedule import Schedule
+from lightning_dpipe.lowering.emit import DeviceEmitter, Lowering
+from lightning_dpipe.lowering.lifetimes import free_and_number
+from lightning_dpipe.lowering.receive import post_receives
+from lightning_dpipe.lowering.rows import layout
+
+
+def lower(
+    plan: Plan, schedule: Schedule, graph: ModelGraph, shape: StepShape, *, group: int = 0
+) -> tuple[Program, ...]:
+    """Make the programs of one pipeline group for one shape class.
+
+    Args:
+        plan: The decisions.
+        schedule: Order of ops per device, for ``plan.num_microbatches``.
+        graph: The model's values and layers.
+        shape: Batch sizes and variant, see `StepShape`.
+        group: Which of the plan's groups.
+
+    Returns:
+        One program per device, in device order.
+
+    Raises:
+        PlanError: The shape does not fit the plan.
+        UnsupportedError: A stage is replicated inside a group.
+    """
+    ranks = plan.groups[group]
+    for name, sizes in (("sizes", shape.sizes), ("next_sizes", shape.next_sizes)):
+        if sizes is not None and len(sizes) != len(ranks):
+            raise PlanError(f"{name} has {len(sizes)} entries for a group of {len(ranks)} devices")
+    for index, stage in enumerate(plan.stages):
+        if len(stage.devices) != 1:
+            raise UnsupportedError(
+                f"stage {index} is on {len(stage.devices)} devices of one group; "
+                "only replicas of the whole pipeline are supported: give each stage one device"
+            )
+    lowering = Lowering(
+        plan=plan,
+        schedule=schedule,
+        graph=graph,
+        shape=shape,
+        ranks=ranks,
+        layout=layout(shape.sizes, ranks, plan.num_microbatches),
+    )
+    emitted = [DeviceEmitter(lowering, device).emit() for device in range(len(ranks))]
+    programs = []
+    for device, steps in enumerate(post_receives(emitted)):
+        instructions, num_slots, buffers = free_and_number(steps)
+        programs.append(
+            Program(
+                rank=ranks[device],
+                device=device,
+                shape=shape,
+                num_slots=num_slots,
+                buffers=buffers,
+                instructions=instructions,
+            )
+        )
+    return tuple(programs)

@@ -1,0 +1,1 @@
+"""From diffusers and transformers modules to layers over named tensors."""

@@ -1,0 +1,1 @@
+"""The diffusion mathematics: draws, targets, losses, self-conditioning."""

@@ -1,0 +1,1 @@
+"""From a Profile to a Plan."""

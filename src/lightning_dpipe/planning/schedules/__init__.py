@@ -1,0 +1,1 @@
+"""One schedule a file: pure functions of integers."""

@@ -1,0 +1,1 @@
+"""From a model and a device to a Profile."""

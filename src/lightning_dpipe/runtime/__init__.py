@@ -1,0 +1,1 @@
+"""From a Program and modules to one optimizer-ready step."""

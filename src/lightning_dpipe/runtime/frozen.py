@@ -1,0 +1,66 @@
+"""Frozen work: run some layers of a frozen component on some samples of the local batch.
+
+Frozen weights do not change, so the work may run a step ahead, cut by layer and by sample.
+Encoders run under `no_grad`, not inference mode: their output takes part in training.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from lightning_dpipe.core.graph import ModelGraph
+from lightning_dpipe.core.program import Encode
+from lightning_dpipe.runtime.bound import BoundLayer
+from lightning_dpipe.runtime.encodings import Encodings
+
+
+class FrozenRunner:
+    """Runs Encode instructions against a bank of encodings."""
+
+    def __init__(self, graph: ModelGraph, components: Mapping[str, Sequence[BoundLayer]]) -> None:
+        self._layers = {c.name: tuple(components[c.name]) for c in graph.frozen}
+        self._readers: dict[int, int] = {}
+        for component in graph.frozen:
+            for layer in component.layers:
+                for value in layer.reads:
+                    self._readers[value] = self._readers.get(value, 0) + 1
+        self._lasting = frozenset(graph.side_inputs) | frozenset(graph.inputs)
+        self._kept: dict[tuple[str, int, int], frozenset[int]] = {}
+        self._graph = graph
+
+    def run(self, work: Encode, bank: Encodings) -> None:
+        """Run some layers on some rows; keep what something later reads."""
+        layers = self._layers[work.component][work.start : work.stop]
+        kept = self._kept_of(work)
+        rows = work.last - work.first
+        total = bank.sizes[bank.position]
+        env: dict[int, torch.Tensor] = {}
+        with torch.no_grad():
+            for layer in layers:
+                inputs = [
+                    env[v] if v in env else bank.own(v, work.first, work.last) for v in layer.reads
+                ]
+                outputs = layer.fn(*inputs)
+                outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+                for position, value in layer.writes:
+                    env[value] = outputs[position]
+                    if value in kept:
+                        bank.write(value, work.first, work.last, outputs[position])
+                for value in layer.reads:
+                    if value not in self._lasting:
+                        bank.consume(value, rows, total * self._readers[value])
+
+    def _kept_of(self, work: Encode) -> frozenset[int]:
+        """Values written by these layers that something outside them reads."""
+        key = (work.component, work.start, work.stop)
+        if key not in self._kept:
+            inside = {(work.component, i) for i in range(work.start, work.stop)}
+            outside = {
+                value
+                for component in self._graph.frozen
+                for i, layer in enumerate(component.layers)
+                if (component.name, i) not in inside
+                for value in layer.reads
+            }
+            self._kept[key] = frozenset(outside | set(self._graph.side_inputs))
+        return self._kept[key]

@@ -1,0 +1,1 @@
+"""From a Plan and a Profile to a predicted Timeline; legality, deadlock, pictures."""

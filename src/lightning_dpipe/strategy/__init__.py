@@ -1,0 +1,1 @@
+"""The Lightning side: strategy, module, launcher, checkpoints, callbacks."""

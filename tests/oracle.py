@@ -1,0 +1,128 @@
+"""One process, no pipeline: the independent side of every parity test.
+
+It knows layers by name only: no graph, no values, no program. Encoders run on exactly the slices
+that the plan prescribes, since a library kernel's result may depend on the batch it is given.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_dpipe.core.plan import Fill, Plan
+from lightning_dpipe.models.spec import FrozenComponent, PipelineSpec
+
+Source = tuple[str, int, str]
+
+
+def _sources(spec: PipelineSpec) -> tuple[dict[tuple[str, int], list[Source]], dict[str, Source]]:
+    """Where each frozen layer's reads come from, and the last writer of each name."""
+    last: dict[str, Source] = {name: ("", 0, name) for name in spec.inputs}
+    reads: dict[tuple[str, int], list[Source]] = {}
+    waiting = list(spec.frozen)
+    while waiting:
+        for component in waiting:
+            own = {w for layer in component.layers for w in layer.writes}
+            if all(r in last or r in own for x in component.layers for r in x.reads):
+                break
+        else:
+            raise AssertionError("cyclic components")
+        waiting.remove(component)
+        for index, layer in enumerate(component.layers):
+            reads[(component.name, index)] = [last[r] for r in layer.reads]
+            for name in layer.writes:
+                last[name] = (component.name, index, name)
+    return reads, last
+
+
+def whole(components: Sequence[FrozenComponent], rows: int) -> list[Fill]:
+    """Every component on the whole local batch, in an order in which inputs exist."""
+    return [
+        Fill(
+            device=0, after=None, component=c.name, start=0, stop=len(c.layers), first=0, last=rows
+        )
+        for c in components
+    ]
+
+
+def encode(
+    spec: PipelineSpec, fields: Mapping[str, Tensor], fills: Sequence[Fill]
+) -> dict[str, Tensor]:
+    """Run the frozen components slice by slice; returns every named tensor of the local batch."""
+    reads, last = _sources(spec)
+    rows = len(next(iter(fields.values())))
+    store: dict[Source, Tensor] = {("", 0, name): t for name, t in fields.items()}
+    layers = {c.name: c.layers for c in spec.frozen}
+    with torch.no_grad():
+        for f in fills:
+            for index in range(f.start, f.stop):
+                layer = layers[f.component][index]
+                inputs = [store[s][f.first : f.last] for s in reads[(f.component, index)]]
+                outputs = layer.module(*inputs)
+                outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+                for name, out in zip(layer.writes, outputs, strict=True):
+                    full = store.setdefault(
+                        (f.component, index, name),
+                        torch.empty(rows, *out.shape[1:], dtype=out.dtype),
+                    )
+                    full[f.first : f.last] = out
+    return {name: store[source] for name, source in last.items()}
+
+
+def joint(locals_by_rank: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Samples of several ranks in slot order: sample i of each rank, then sample i + 1."""
+    rows = [len(next(iter(x.values()))) for x in locals_by_rank]
+    order = [(r, i) for i in range(max(rows)) for r in range(len(rows)) if i < rows[r]]
+    return {
+        name: torch.stack([locals_by_rank[r][name][i] for r, i in order])
+        for name in locals_by_rank[0]
+    }
+
+
+def accumulate(
+    spec: PipelineSpec,
+    named: Mapping[str, Tensor],
+    num_microbatches: int,
+    scale: float,
+    *,
+    self_conditioned: bool = False,
+) -> float:
+    """Forward and backward of each micro-batch in turn; returns the summed loss.
+
+    Gradients accumulate in the parameters, as plain gradient accumulation does.
+    """
+    total = 0.0
+    pieces = {k: v.tensor_split(num_microbatches) for k, v in named.items()}
+    conditioning = spec.self_conditioning
+    for m in range(num_microbatches):
+        env = {name: parts[m] for name, parts in pieces.items()}
+        if conditioning is not None:
+            rows = len(next(iter(env.values())))
+            zeros = torch.zeros(rows, *conditioning.shape, dtype=conditioning.dtype)
+            env[conditioning.writes] = zeros
+            if self_conditioned:
+                with torch.no_grad():
+                    first = _backbones(spec, dict(env))
+                    estimate = conditioning.estimate(*[first[r] for r in conditioning.reads])
+                env[conditioning.writes] = estimate
+        done = _backbones(spec, env)
+        for loss in spec.losses().values():
+            per_sample = loss.fn(*[done[r] for r in loss.reads])
+            total += float(per_sample.detach().sum())
+            (per_sample * scale).sum().backward()
+    return total
+
+
+def _backbones(spec: PipelineSpec, env: dict[str, Tensor]) -> dict[str, Tensor]:
+    for backbone in spec.backbones:
+        for layer in backbone.layers:
+            outputs = layer.module(*[env[r] for r in layer.reads])
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            env.update(zip(layer.writes, outputs, strict=True))
+    return env
+
+
+def fills_of(plan: Plan, device: int, spec: PipelineSpec, *, self_conditioned: bool) -> list[Fill]:
+    """The slices a device encodes with in a steady filled step."""
+    own = [f for f in plan.fills if f.device == device and f.self_conditioned == self_conditioned]
+    return own or whole(spec.frozen, plan.batch_size)

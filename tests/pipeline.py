@@ -1,0 +1,152 @@
+"""Runs a spec over a thread hub as real sessions do, one thread per rank."""
+
+import copy
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dpipe.core.graph import ModelGraph
+from lightning_dpipe.core.jsonio import digest
+from lightning_dpipe.core.plan import Fill, Plan, Stage, default_groups
+from lightning_dpipe.models.binding import bind
+from lightning_dpipe.models.liveness import trace
+from lightning_dpipe.models.spec import PipelineSpec
+from lightning_dpipe.runtime.reduce import ThreadReducer, ThreadReduction
+from lightning_dpipe.runtime.threads import ThreadHub
+from lightning_dpipe.strategy.assemble import PipelineSession
+
+
+def make_plan(
+    graph: ModelGraph,
+    cuts: Sequence[int],
+    *,
+    num_microbatches: int,
+    batch_size: int,
+    schedule: str = "1f1b",
+    groups: int = 1,
+    fills: tuple[Fill, ...] = (),
+) -> Plan:
+    """A plan with explicit cuts: stage i holds layers ``[cuts[i-1], cuts[i])``."""
+    backbone = graph.backbones[0]
+    borders = [0, *cuts, len(backbone.layers)]
+    num_stages = len(borders) - 1
+    return Plan(
+        graph_digest=digest(graph),
+        profile_digest="test",
+        groups=default_groups(num_stages * groups, num_stages),
+        stages=tuple(
+            Stage(backbone=backbone.name, start=borders[i], stop=borders[i + 1], devices=(i,))
+            for i in range(num_stages)
+        ),
+        num_microbatches=num_microbatches,
+        batch_size=batch_size,
+        schedule=schedule,
+        fills=fills,
+    )
+
+
+@dataclass
+class RankOutcome:
+    """What one rank's run left."""
+
+    loss_sums: list[float]
+    spec: PipelineSpec
+    parameters: list[nn.Parameter]
+
+
+def run_pipeline(
+    make_spec: Callable[[], PipelineSpec],
+    plan: Plan,
+    batches: Sequence[Sequence[Mapping[str, Tensor]]],
+    *,
+    filled: bool = False,
+    coins: Sequence[bool] | None = None,
+    after_step: Callable[[int, RankOutcome], None] | None = None,
+    accumulate: int = 1,
+) -> list[RankOutcome]:
+    """Run ``batches[step][rank]`` on every rank; gradients are left in the parameters."""
+    world = plan.world_size
+    hub = ThreadHub(world)
+    outcomes: list[Any] = [None] * world
+    base = make_spec()
+    reductions = [ThreadReduction(hub, len(plan.groups)) for _ in range(plan.num_devices)]
+
+    def work(rank: int) -> None:
+        spec = copy.deepcopy(base)
+        graph = trace(spec)
+        group, position = plan.locate(rank)
+        replicated = len(plan.groups) > 1
+        reducer = ThreadReducer(reductions[position], group) if replicated else None
+        session = PipelineSession(
+            graph=graph,
+            binding=bind(spec, graph),
+            plan=plan,
+            rank=rank,
+            transport=hub.transport(rank),
+            device=torch.device("cpu"),
+            seed=7,
+            reducer=reducer,
+        )
+        parameters = [p for s in session.stages.values() for p in s.parameters]
+        outcome = outcomes[rank] = RankOutcome([], spec, parameters)
+        ranks = plan.groups[group]
+        for step, batch in enumerate(batches):
+            following = batches[step + 1] if filled and step + 1 < len(batches) else None
+            sizes = tuple(_rows(batch[r]) for r in ranks)
+            total = sum(_rows(x) for x in batch)
+            last = (step + 1) % accumulate == 0 or step + 1 == len(batches)
+            result = session.step(
+                batch[rank],
+                sizes=sizes,
+                batch_index=step,
+                loss_scale=1.0 / (total * accumulate),
+                next_batch=None if following is None else following[rank],
+                next_sizes=None if following is None else tuple(_rows(following[r]) for r in ranks),
+                self_conditioned=bool(coins and coins[step]),
+                reduce=last,
+            )
+            if last:
+                session.wait_reduction()
+            outcome.loss_sums.append(sum(float(x) for x in result.loss_sum.values()))
+            if after_step is not None:
+                after_step(step, outcome)
+
+    errors: list[BaseException] = []
+
+    def guarded(rank: int) -> None:
+        try:
+            work(rank)
+        except BaseException as error:
+            errors.append(error)
+            hub.abort(error, rank)
+
+    threads = [threading.Thread(target=guarded, args=(r,), daemon=True) for r in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    if errors:
+        raise errors[0]
+    return outcomes
+
+
+def _rows(fields: Mapping[str, Tensor]) -> int:
+    return len(next(iter(fields.values())))
+
+
+def gather_gradients(plan: Plan, outcomes: Sequence[RankOutcome]) -> dict[str, Tensor | None]:
+    """Gradient of every trained weight by layer name, from the ranks of group 0 that hold it."""
+    found: dict[str, Tensor | None] = {}
+    for device, rank in enumerate(plan.groups[0]):
+        for index in plan.stages_on(device):
+            stage = plan.stages[index]
+            backbone = outcomes[rank].spec.component(stage.backbone)
+            for layer in backbone.layers[stage.start : stage.stop]:
+                for i, p in enumerate(layer.parameters()):
+                    if p.requires_grad:
+                        found[f"{layer.name}.{i}"] = p.grad
+    return found

@@ -1,0 +1,124 @@
+"""Small real models with everything that makes pipelines hard: skips, aliases, side inputs."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dpipe.models.spec import (
+    Backbone,
+    Field,
+    FrozenComponent,
+    Layer,
+    Loss,
+    PipelineSpec,
+    SelfConditioning,
+)
+
+WIDTH = 6
+
+
+class Block(nn.Module):
+    def __init__(self, num_inputs: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH * num_inputs, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.dropout(torch.tanh(self.linear(torch.cat(inputs, dim=1))))
+
+
+class Push(nn.Module):
+    """Writes one tensor under two names, as a U-Net does with a skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, h: Tensor, emb: Tensor) -> tuple[Tensor, Tensor]:
+        out = torch.nn.functional.silu(self.linear(h) + emb)
+        return out, out
+
+
+def _per_sample(out: Tensor, target: Tensor) -> Tensor:
+    return (out - target).square().mean(dim=1)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).sigmoid()
+
+
+class Add(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x + y, x - y
+
+
+def small_unet(
+    depth: int = 3,
+    *,
+    seed: int = 0,
+    dropout: float = 0.0,
+    self_conditioning: bool = False,
+    frozen_layers: int = 3,
+) -> PipelineSpec:
+    """A U-shaped chain: emb, `depth` pushes, `depth` pops over skips; two frozen components."""
+    torch.manual_seed(seed)
+    layers = [
+        Layer(name="emb", module=nn.Linear(WIDTH, WIDTH), reads=("time",), writes=("emb",)),
+    ]
+    first: tuple[str, ...] = ("noisy", "self_cond") if self_conditioning else ("noisy",)
+    layers.append(Layer(name="in", module=Block(len(first)), reads=first, writes=("h",)))
+    for i in range(depth):
+        layers.append(
+            Layer(name=f"down{i}", module=Push(), reads=("h", "emb"), writes=("h", f"s{i}"))
+        )
+    for i in reversed(range(depth)):
+        layers.append(
+            Layer(
+                name=f"up{i}",
+                module=Block(4, dropout),
+                reads=("h", f"s{i}", "context", "emb"),
+                writes=("h",),
+            )
+        )
+    layers.append(Layer(name="out", module=nn.Linear(WIDTH, WIDTH), reads=("h",), writes=("out",)))
+    text: Sequence[Layer] = [
+        Layer(
+            name=f"text{i}",
+            module=Scale(),
+            reads=("tokens",) if i == 0 else ("t",),
+            writes=("context",) if i == frozen_layers - 1 else ("t",),
+        )
+        for i in range(frozen_layers)
+    ]
+    noise = Layer(name="mix", module=Add(), reads=("image", "context"), writes=("noisy", "target"))
+    condition = SelfConditioning(
+        writes="self_cond",
+        estimate=lambda out, noisy: out - noisy,
+        reads=("out", "noisy"),
+        shape=(WIDTH,),
+    )
+    return PipelineSpec(
+        inputs={"tokens": Field(shape=(WIDTH,)), "image": Field(shape=(WIDTH,)),
+                "time": Field(shape=(WIDTH,))},
+        frozen=(
+            FrozenComponent(name="text", layers=tuple(text)),
+            FrozenComponent(name="noise", layers=(noise,)),
+        ),
+        backbones=(Backbone(name="net", layers=tuple(layers)),),
+        loss=Loss(fn=_per_sample, reads=("out", "target")),
+        self_conditioning=condition if self_conditioning else None,
+    )  # fmt: skip
+
+
+def small_batch(rows: int, seed: int) -> dict[str, Tensor]:
+    """One rank's fields."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(rows, WIDTH, generator=generator) for name in ("tokens", "image", "time")
+    }

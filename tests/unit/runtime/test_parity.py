@@ -1,0 +1,181 @@
+"""Pipelines compute what one process computes, bit for bit with one replica."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_dpipe.core.plan import Fill, Plan
+from lightning_dpipe.models.liveness import trace
+from lightning_dpipe.models.spec import PipelineSpec
+from lightning_dpipe.planning.search import schedule_of
+from oracle import accumulate, encode, fills_of, joint
+from pipeline import gather_gradients, make_plan, run_pipeline
+from small import small_batch, small_unet
+
+Make = Callable[[], PipelineSpec]
+
+
+def reference(make: Make, plan: Plan, batches, coins=None, filled=False, accumulation=1):
+    """Losses and gradients of one process over the same micro-batches and encoder slices."""
+    spec = copy.deepcopy(make())
+    losses = []
+    for step, batch in enumerate(batches):
+        total = sum(len(x["image"]) for x in batch)
+        loss = 0.0
+        for ranks in plan.groups:
+            encoded = []
+            for device, rank in enumerate(ranks):
+                ahead = filled and step > 0
+                # The coin of the step that encodes decides which fills were used.
+                coin = bool(coins and coins[step - 1]) if ahead else False
+                slices = fills_of(plan, device, spec, self_conditioned=coin) if ahead else None
+                rows = len(batch[rank]["image"])
+                if slices is None:
+                    slices = [
+                        Fill(device=device, after=None, component=c.name, start=0,
+                             stop=len(c.layers), first=0, last=rows)
+                        for c in spec.frozen
+                    ]  # fmt: skip
+                encoded.append((rank, encode(spec, batch[rank], slices)))
+            named = joint([x for _, x in sorted(encoded, key=lambda pair: pair[0])])
+            loss += accumulate(
+                spec,
+                named,
+                min(plan.num_microbatches, len(named["image"])),
+                1.0 / (total * accumulation),
+                self_conditioned=bool(coins and coins[step]),
+            )
+        losses.append(loss)
+    gradients = {
+        f"{layer.name}.{i}": p.grad
+        for backbone in spec.backbones
+        for layer in backbone.layers
+        for i, p in enumerate(layer.parameters())
+        if p.requires_grad
+    }
+    return losses, gradients
+
+
+def compare(make: Make, plan: Plan, batches, *, exact: bool, **kwargs) -> None:
+    accumulation = kwargs.get("accumulate", 1)
+    outcomes = run_pipeline(make, plan, batches, **kwargs)
+    losses, wanted = reference(
+        make, plan, batches, kwargs.get("coins"), kwargs.get("filled", False), accumulation
+    )
+    found = gather_gradients(plan, outcomes)
+    assert found.keys() == wanted.keys()
+    for step, loss in enumerate(losses):
+        assert sum(o.loss_sums[step] for o in outcomes) == pytest.approx(loss, rel=1e-6)
+    for name, grad in wanted.items():
+        assert grad is not None, name
+        assert found[name] is not None, name
+        if exact:
+            assert torch.equal(found[name], grad), name
+        else:
+            torch.testing.assert_close(found[name], grad, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def all_rows(world: int, rows: int, steps: int):
+    return [
+        [small_batch(rows, seed=100 * step + rank) for rank in range(world)]
+        for step in range(steps)
+    ]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("cuts", [(), (4,), (2, 5), (1, 2, 3, 4, 5, 6, 7, 8)])
+def test_gradients_are_bit_identical_at_every_stage_count(cuts, schedule) -> None:
+    make = partial(small_unet, 3)
+    plan = make_plan(trace(make()), cuts, num_microbatches=4, batch_size=4, schedule=schedule)
+    compare(make, plan, all_rows(plan.world_size, 4, 2), exact=True)
+
+
+def test_replicas_sum_to_the_global_mean() -> None:
+    make = partial(small_unet, 2)
+    plan = make_plan(trace(make()), (3,), num_microbatches=3, batch_size=4, groups=2)
+    compare(make, plan, all_rows(4, 4, 1), exact=False)
+
+
+@pytest.mark.parametrize("coins", [(True, False, True), (False, True, True)])
+def test_self_conditioning_feeds_the_estimate_back(coins) -> None:
+    make = partial(small_unet, 2, self_conditioning=True)
+    plan = make_plan(trace(make()), (2, 4), num_microbatches=3, batch_size=3)
+    compare(make, plan, all_rows(3, 3, 3), exact=True, coins=coins)
+
+
+def _fill(device, after, component, start, stop, first, last):
+    return Fill(device=device, after=after, component=component, start=start, stop=stop,
+                first=first, last=last)  # fmt: skip
+
+
+def test_fills_split_by_layer_and_sample_leave_the_numbers_alone() -> None:
+    make = partial(small_unet, 3)
+    graph = trace(make())
+    unfilled = make_plan(graph, (4,), num_microbatches=4, batch_size=6)
+    order = [schedule_of(unfilled).orders[d] for d in range(2)]
+    fills = (
+        _fill(0, order[0][0], "text", 0, 2, 0, 6),
+        _fill(0, order[0][1], "text", 2, 3, 0, 4),
+        _fill(0, order[0][2], "noise", 0, 1, 0, 3),
+        _fill(0, order[0][4], "text", 2, 3, 4, 6),
+        _fill(0, order[0][-1], "noise", 0, 1, 3, 6),
+        _fill(1, None, "text", 0, 1, 0, 2),
+        _fill(1, None, "text", 0, 1, 2, 6),
+        _fill(1, order[1][3], "text", 1, 3, 0, 6),
+        _fill(1, order[1][-1], "noise", 0, 1, 0, 6),
+    )
+    plan = make_plan(graph, (4,), num_microbatches=4, batch_size=6, fills=fills)
+    compare(make, plan, all_rows(2, 6, 4), exact=True, filled=True)
+
+
+def test_accumulation_reduces_once_and_is_bit_identical() -> None:
+    make = partial(small_unet, 2)
+    plan = make_plan(trace(make()), (3,), num_microbatches=2, batch_size=4)
+    compare(make, plan, all_rows(2, 4, 3), exact=True, accumulate=3)
+
+
+def test_a_short_last_batch_trains() -> None:
+    make = partial(small_unet, 2)
+    plan = make_plan(trace(make()), (3,), num_microbatches=4, batch_size=4)
+    batches = [*all_rows(2, 4, 2), *all_rows(2, 1, 1)]
+    compare(make, plan, batches, exact=True, filled=True)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_cut_any_batch_any_microbatches(data) -> None:
+    depth = data.draw(st.integers(1, 4))
+    make = partial(small_unet, depth, seed=data.draw(st.integers(0, 3)))
+    graph = trace(make())
+    layers = len(graph.backbones[0].layers)
+    cuts = sorted(data.draw(st.sets(st.integers(1, layers - 1), max_size=4)))
+    world = len(cuts) + 1
+    rows = data.draw(st.lists(st.integers(1, 5), min_size=world, max_size=world))
+    microbatches = data.draw(st.integers(1, sum(rows)))
+    plan = make_plan(
+        graph, cuts, num_microbatches=microbatches, batch_size=max(rows),
+        schedule=data.draw(st.sampled_from(["gpipe", "1f1b"])),
+    )  # fmt: skip
+    batches = [[small_batch(n, seed=r) for r, n in enumerate(rows)] for _ in range(2)]
+    compare(make, plan, batches, exact=True, filled=data.draw(st.booleans()))
+
+
+def test_dropout_depends_on_the_key_and_not_on_the_cut() -> None:
+    make = partial(small_unet, 2, dropout=0.5)
+    graph = trace(make())
+    grads = []
+    for cuts in ((), (3,), (2, 5)):
+        plan = make_plan(graph, cuts, num_microbatches=2, batch_size=12 // (len(cuts) + 1))
+        joint_rows = small_batch(12, seed=5)
+        world = plan.world_size
+        batch = [{k: v[r::world] for k, v in joint_rows.items()} for r in range(world)]
+        outcomes = run_pipeline(make, plan, [batch])
+        grads.append(gather_gradients(plan, outcomes))
+    for other in grads[1:]:
+        for name, grad in grads[0].items():
+            torch.testing.assert_close(other[name], grad, rtol=1e-6, atol=1e-8, msg=name)
