@@ -1,7 +1,6 @@
 """Runs a spec over a thread hub as real sessions do, one thread per rank."""
 
 import copy
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +14,10 @@ from lightning_dpipe.core.plan import Fill, Plan, Stage, default_groups
 from lightning_dpipe.models.binding import bind
 from lightning_dpipe.models.liveness import trace
 from lightning_dpipe.models.spec import PipelineSpec
-from lightning_dpipe.runtime.reduce import ThreadReducer, ThreadReduction
+from lightning_dpipe.runtime.reduce import Reducer, ThreadReducer, ThreadReduction
 from lightning_dpipe.runtime.threads import ThreadHub
 from lightning_dpipe.strategy.assemble import PipelineSession
+from ranks import run_threads
 
 
 def make_plan(
@@ -58,6 +58,23 @@ class RankOutcome:
     parameters: list[nn.Parameter]
 
 
+def open_session(
+    spec: PipelineSpec, plan: Plan, rank: int, hub: ThreadHub, reducer: Reducer | None
+) -> PipelineSession:
+    """A session of one rank over threads."""
+    graph = trace(spec)
+    return PipelineSession(
+        graph=graph,
+        binding=bind(spec, graph),
+        plan=plan,
+        rank=rank,
+        transport=hub.transport(rank),
+        device=torch.device("cpu"),
+        seed=7,
+        reducer=reducer,
+    )
+
+
 def run_pipeline(
     make_spec: Callable[[], PipelineSpec],
     plan: Plan,
@@ -77,20 +94,10 @@ def run_pipeline(
 
     def work(rank: int) -> None:
         spec = copy.deepcopy(base)
-        graph = trace(spec)
         group, position = plan.locate(rank)
         replicated = len(plan.groups) > 1
         reducer = ThreadReducer(reductions[position], group) if replicated else None
-        session = PipelineSession(
-            graph=graph,
-            binding=bind(spec, graph),
-            plan=plan,
-            rank=rank,
-            transport=hub.transport(rank),
-            device=torch.device("cpu"),
-            seed=7,
-            reducer=reducer,
-        )
+        session = open_session(spec, plan, rank, hub, reducer)
         parameters = [p for s in session.stages.values() for p in s.parameters]
         outcome = outcomes[rank] = RankOutcome([], spec, parameters)
         ranks = plan.groups[group]
@@ -115,22 +122,7 @@ def run_pipeline(
             if after_step is not None:
                 after_step(step, outcome)
 
-    errors: list[BaseException] = []
-
-    def guarded(rank: int) -> None:
-        try:
-            work(rank)
-        except BaseException as error:
-            errors.append(error)
-            hub.abort(error, rank)
-
-    threads = [threading.Thread(target=guarded, args=(r,), daemon=True) for r in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    if errors:
-        raise errors[0]
+    run_threads(lambda rank, _: work(rank), world, hub=hub, timeout_s=120)
     return outcomes
 
 

@@ -21,7 +21,7 @@ from lightning_dpipe.core.profile import ComponentCost, LayerCost, Link, Profile
 
 SAMPLES = (1, 2, 4, 8, 16, 32, 64)
 FREE = Link(latency_us=0, bytes_per_s=10**15)
-"""A message of a few kilobytes takes 1 us (`transfer_us` rounds up); with ``width=0`` it is free."""
+"""A message of a few kilobytes takes 1 us (`transfer_us` rounds up), one of ``width=0`` none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         PipelineSpec,
         SelfConditioning,
     )
-    from lightning_dpipe.strategy.callbacks.fill import BubbleFill
+    from lightning_dpipe.strategy.callbacks.bubble_fill import BubbleFill
     from lightning_dpipe.strategy.module import DiffusionModule
     from lightning_dpipe.strategy.strategy import DiffusionPipeStrategy
 
@@ -40,7 +40,7 @@ __all__ = [
 
 _HOMES = {
     "Backbone": "models.spec",
-    "BubbleFill": "strategy.callbacks.fill",
+    "BubbleFill": "strategy.callbacks.bubble_fill",
     "DiffusionModule": "strategy.module",
     "DiffusionPipeStrategy": "strategy.strategy",
     "Field": "models.spec",

@@ -8,6 +8,7 @@ import hashlib
 import json
 import types
 import typing
+import uuid
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -82,7 +83,9 @@ def digest(value: object) -> str:
 def save(value: object, path: Path) -> None:
     """Write atomically: a reader sees the old file or the new one, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(
+        f"{path.name}.{uuid.uuid4().hex[:8]}.part"
+    )  # ranks may write side by side
     part.write_text(json.dumps(to_data(value), indent=1) + "\n", encoding="utf-8")
     part.replace(path)
 

@@ -1,4 +1,4 @@
-"""A Plan holds decisions only: where each layer runs, how the batch is cut, what fills which bubble.
+"""A Plan holds decisions only: where layers run, how the batch is cut, what fills which bubble.
 
 It is made once (on rank 0 or offline), saved as JSON, and its digest is compared over all ranks
 before the first step. It holds no times: those are the Profile's.
@@ -12,7 +12,7 @@ from lightning_dpipe.core.op import Op
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Layers ``[start, stop)`` of a backbone on the given devices (one per replica of the stage)."""
+    """Layers ``[start, stop)`` of a backbone on `devices`, one per replica of the stage."""
 
     backbone: str
     start: int

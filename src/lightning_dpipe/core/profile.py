@@ -38,7 +38,7 @@ class ComponentCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Latency and bandwidth of one kind of transfer; `host_us` is what a message costs the sender."""
+    """Latency and bandwidth of a kind of transfer; `host_us` is what a message costs its sender."""
 
     latency_us: int
     bytes_per_s: int

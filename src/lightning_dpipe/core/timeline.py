@@ -1,10 +1,12 @@
 """Ops with start and end, predicted or measured: one type, so that the two can be compared."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
+from lightning_dpipe.core.errors import DPipeError
 from lightning_dpipe.core.op import Op
 
 
@@ -23,6 +25,36 @@ class Activity(str, Enum):
 
 
 PIPELINE = frozenset({Activity.FORWARD, Activity.BACKWARD, Activity.SELF_CONDITIONING})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenWork:
+    """Layers ``[start, stop)`` of a frozen component on local samples ``[first, last)``.
+
+    Prints as ``text[0:3] 0:16``, the label of frozen spans.
+    """
+
+    component: str
+    start: int
+    stop: int
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        return f"{self.component}[{self.start}:{self.stop}] {self.first}:{self.last}"
+
+    @classmethod
+    def parse(cls, label: str) -> "FrozenWork":
+        """Read a frozen span's label.
+
+        Raises:
+            DPipeError: It is not one.
+        """
+        found = re.fullmatch(r"(.+)\[(\d+):(\d+)\] (\d+):(\d+)", label)
+        if found is None:
+            raise DPipeError(f"{label!r} is not the label of frozen work, as in text[0:3] 0:16")
+        start, stop, first, last = map(int, found.groups()[1:])
+        return cls(component=found[1], start=start, stop=stop, first=first, last=last)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,15 @@ class Lowering:
     layout: BatchLayout
 
     @cached_property
+    def orders(self) -> tuple[tuple[Op, ...], ...]:
+        """The ops each device runs: all in training, else the forwards."""
+        if self.shape.training:
+            return self.schedule.orders
+        return tuple(
+            tuple(op for op in order if op.kind is OpKind.F) for order in self.schedule.orders
+        )
+
+    @cached_property
     def crossings(self) -> tuple[Crossing, ...]:
         """Values that leave their stage."""
         return crossings(self.graph, self.plan.stages)
@@ -132,17 +141,15 @@ class DeviceEmitter:
         low = self.low
         encode = EncodeEmitter(low, self.device)
         self.steps.append(Step(None, encode.prologue()))
-        order = low.schedule.orders[self.device]
-        if not low.shape.training:
-            order = tuple(op for op in order if op.kind is OpKind.F)
+        order = low.orders[self.device]
         last_backward = {op.stage: op for op in order if op.kind is OpKind.B}
-        for position, op in enumerate(order):
+        for num_before, op in enumerate(order):
             step = Step(op)
             self.steps.append(step)
             step.instructions += self._op(op)
             if last_backward.get(op.stage) == op and low.shape.reduce and len(low.plan.groups) > 1:
                 step.instructions.append(Reduce(stage=op.stage))
-            step.instructions += encode.after(position, order)
+            step.instructions += encode.after(num_before + 1)
         return Emitted(
             steps=self.steps,
             needs=self.needs,
@@ -226,7 +233,8 @@ class DeviceEmitter:
             )
             return self._arrive(op.kind, value, op.microbatch, self.low.device_of(writer), out)
         if graph.feedback is not None and value == graph.feedback.writes:
-            if op.kind is OpKind.F and self.low.shape.self_conditioned:
+            shape = self.low.shape
+            if op.kind is OpKind.F and shape.self_conditioned and shape.training:
                 last = loss_stage(graph, self.low.plan.stages, graph.feedback.backbone)
                 source = self.low.device_of(last)
                 return self._arrive("feedback", value, op.microbatch, source, out)

@@ -6,10 +6,10 @@ that reads it, as soon as the fills that cover its rows are done.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from lightning_dpipe.core.op import Op
+from lightning_dpipe.core.fills import fill_slots
 from lightning_dpipe.core.plan import Fill
 from lightning_dpipe.core.program import (
     Encode,
@@ -33,7 +33,7 @@ class EncodeEmitter:
         self.low = lowering
         self.device = device
         self.next_layout: BatchLayout | None = None
-        self.fills: list[tuple[int, Fill]] = []
+        self.fills: Mapping[tuple[int, int], Sequence[Fill]] = {}
         self.unsent: list[tuple[int, int, int, int]] = []
         self.done: dict[int, list[tuple[int, int]]] = {}
         if lowering.shape.next_sizes is not None:
@@ -41,7 +41,7 @@ class EncodeEmitter:
             # Bounds matter only for cutting messages, so a short next batch may have fewer parts.
             parts = min(lowering.plan.num_microbatches, sum(sizes))
             self.next_layout = layout(sizes, lowering.ranks, parts)
-            self.fills = place_fills(lowering, device)
+            self.fills = fill_slots(lowering.plan, lowering.graph, lowering.orders, lowering.shape)
             self.unsent = self._transfers(self.next_layout, self.device, None)
 
     def prologue(self) -> list[Instruction]:
@@ -74,14 +74,12 @@ class EncodeEmitter:
             for value in low.graph.inputs:
                 self.done[value] = [(0, size)]
             out += self._flush()
-        return [*out, *self.after(-1, low.schedule.orders[self.device])]
+        return [*out, *self.after(0)]
 
-    def after(self, position: int, order: Sequence[Op]) -> list[Instruction]:
-        """Fills placed right after the op at `position` of `order` (-1: before the first)."""
+    def after(self, num_ops: int) -> list[Instruction]:
+        """Fills placed when the device has done `num_ops` of its ops."""
         out: list[Instruction] = []
-        is_last = position == len(order) - 1
-        while self.fills and (self.fills[0][0] <= position or is_last):
-            _, fill = self.fills.pop(0)
+        for fill in self.fills.get((self.device, num_ops), ()):
             out.append(
                 Encode(
                     component=fill.component,
@@ -151,51 +149,6 @@ class EncodeEmitter:
             shape=spec.shape,
             dtype=spec.dtype,
         )
-
-
-def place_fills(lowering: Lowering, device: int) -> list[tuple[int, Fill]]:
-    """(position in the device's order, fill) in run order, cut to the next batch's size.
-
-    The plan's fills are for its own batch size and micro-batches. For a shorter next batch rows are
-    clipped, rows beyond the plan's batch go after the last op, and a fill whose op this schedule
-    does not have runs right after the one before it.
-    """
-    assert lowering.shape.next_sizes is not None
-    size = lowering.shape.next_sizes[device]
-    order = lowering.schedule.orders[device]
-    index = {op: i for i, op in enumerate(order)}
-    wanted = [
-        f
-        for f in lowering.plan.fills
-        if f.device == device and f.self_conditioned == lowering.shape.self_conditioned
-    ]
-    placed: list[tuple[int, Fill]] = []
-    at = -1
-    for f in wanted:
-        at = at if f.after is None else max(at, index.get(f.after, at))
-        if f.first < min(f.last, size):
-            placed.append((at, _rows(f, f.first, min(f.last, size))))
-    covered = max((f.last for f in wanted), default=0)
-    if size > covered:
-        placed += [
-            (len(order) - 1, Fill(device=device, after=None, component=c.name, start=0,
-                                  stop=len(c.layers), first=covered, last=size))
-            for c in lowering.graph.frozen
-        ]  # fmt: skip
-    return placed
-
-
-def _rows(fill: Fill, first: int, last: int) -> Fill:
-    return Fill(
-        device=fill.device,
-        after=fill.after,
-        component=fill.component,
-        start=fill.start,
-        stop=fill.stop,
-        first=first,
-        last=last,
-        self_conditioned=fill.self_conditioned,
-    )
 
 
 def _add_range(ranges: list[tuple[int, int]], first: int, last: int) -> None:

@@ -74,6 +74,9 @@ class Backbone:
     layers: tuple[Layer, ...]
 
 
+Component = FrozenComponent | Backbone
+
+
 @dataclass(frozen=True, kw_only=True)
 class Loss:
     """``fn(*reads)`` returns one value per sample, shape ``[batch]``.
@@ -149,13 +152,18 @@ class PipelineSpec:
             )
         return dict(self.loss)
 
-    def component(self, name: str) -> FrozenComponent | Backbone:
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """Frozen components, then backbones, as the spec lists them."""
+        return (*self.frozen, *self.backbones)
+
+    def component(self, name: str) -> Component:
         """Find a component by name.
 
         Raises:
             SpecError: There is none.
         """
-        for component in (*self.frozen, *self.backbones):
+        for component in self.components:
             if component.name == name:
                 return component
         raise SpecError(f"no component {name!r} in the spec")

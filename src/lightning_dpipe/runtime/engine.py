@@ -28,7 +28,7 @@ from lightning_dpipe.core.program import (
     When,
     Zeros,
 )
-from lightning_dpipe.core.timeline import Activity
+from lightning_dpipe.core.timeline import Activity, FrozenWork
 from lightning_dpipe.runtime.encodings import Encodings
 from lightning_dpipe.runtime.frozen import FrozenRunner
 from lightning_dpipe.runtime.reduce import Reducer
@@ -311,9 +311,14 @@ def describe(instruction: Instruction) -> str:
             word = kind.get(op.kind.value, op.kind.value)
             return f"stage {op.stage}, {word}, micro-batch {op.microbatch} (op {op})"
         case Encode():
-            return (
-                f"{instruction.component}[{instruction.start}:{instruction.stop}] "
-                f"samples {instruction.first}:{instruction.last}"
+            return str(
+                FrozenWork(
+                    component=instruction.component,
+                    start=instruction.start,
+                    stop=instruction.stop,
+                    first=instruction.first,
+                    last=instruction.last,
+                )
             )
         case WaitRecv(tag=tag):
             return f"waiting for message {tag}"

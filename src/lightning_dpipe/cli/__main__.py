@@ -1,0 +1,91 @@
+"""The ``dpipe`` command: choose a subcommand, keep its own flags from Hydra, report errors.
+
+In: argv. Out: an exit code (0 done, 1 failed, 2 bad input). Imports neither torch nor Hydra until
+a subcommand needs them, so that ``dpipe --help`` answers at once.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_dpipe.cli.paths import config_dir, recipe_names
+from lightning_dpipe.version import __version__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A subcommand: the module with its ``run(config, flags)``, and the flags it adds to Hydra's."""
+
+    name: str
+    help: str
+    flags: tuple[str, ...] = ()
+
+    @property
+    def module(self) -> str:
+        """Where the work is done; imported only when chosen."""
+        return f"lightning_dpipe.cli.{self.name}"
+
+
+COMMANDS = {
+    command.name: command
+    for command in (
+        Command(name="train", help="train a recipe; -m sweeps over comma separated values"),
+        Command(
+            name="plan",
+            help="measure, plan and predict without training; --json ends with one JSON line",
+            flags=("--json",),
+        ),
+        Command(
+            name="verify",
+            help="one step under the plan against one process: same loss, same gradients? (--json)",
+            flags=("--json",),
+        ),
+    )
+}
+
+
+def usage() -> str:
+    """Text of ``dpipe --help``."""
+    commands = "\n".join(f"  {c.name:<8}{c.help}" for c in COMMANDS.values())
+    recipes = ", ".join(recipe_names())
+    return (
+        "usage: dpipe <command> [recipe=NAME] [key=value ...]\n\n"
+        f"commands:\n{commands}\n\n"
+        f"recipes: {recipes}\n\n"
+        "dpipe <command> --help     the composed config, every value of which can be overridden\n"
+        "dpipe <command> --cfg job  the config as YAML (--resolve: with values put in)\n"
+        "--config-dir DIR           a folder with your own groups and recipes\n"
+        f"\nlightning-dpipe {__version__}, config in {config_dir()}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``dpipe``; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        print(__version__)
+        return 0
+    command = COMMANDS.get(arguments[0])
+    if command is None:
+        print(
+            f"dpipe: {arguments[0]!r} is not a command; choose one of {', '.join(COMMANDS)}",
+            file=sys.stderr,
+        )
+        return 2
+    from lightning_dpipe.cli.app import run_app
+
+    flags = tuple(a for a in arguments[1:] if a in command.flags)
+    rest = [a for a in arguments[1:] if a not in command.flags]
+    return run_app(
+        lambda config: importlib.import_module(command.module).run(config, flags),
+        prefix=(command.name, *flags),
+        arguments=rest,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""A console that people can read: each message once, from rank 0, without what is known and fine."""
+
+import logging
+import os
+import warnings
+
+EXPECTED_WARNINGS = (
+    r"Found \d+ module\(s\) in eval mode",  # frozen components are in eval mode for ever
+    r".*isinstance\(treespec, LeafSpec\).*",  # between Lightning and torch
+    r"The '\w+_dataloader' does not have many workers",  # the recipes' data is in memory
+)
+EXPECTED_MESSAGES = ("Tip: For seamless cloud", "All distributed processes registered")
+
+
+def configure_console() -> None:
+    """Tidy the handlers that Hydra and Lightning installed; other ranks print warnings only."""
+    logging.getLogger("lightning").handlers.clear()  # Hydra's root handlers print it already
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        for handler in logging.getLogger().handlers:
+            if not isinstance(handler, logging.FileHandler):
+                handler.setLevel(logging.WARNING)
+    os.environ.setdefault("WANDB_QUIET", "true")  # the summary says where its run is
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_news)
+    for message in EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not any(text in record.getMessage() for text in EXPECTED_MESSAGES)

@@ -1,0 +1,79 @@
+"""Build the parts that every subcommand needs from a config."""
+
+import os
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_dpipe.cli.paths import recipe_names
+from lightning_dpipe.core.errors import DPipeError
+from lightning_dpipe.strategy.module import DiffusionModule
+
+
+def build_module(config: DictConfig) -> DiffusionModule:
+    """Instantiate ``config.model``.
+
+    Raises:
+        DPipeError: No model is chosen, or it is no DiffusionModule.
+    """
+    module = _build(config, "model")
+    if not isinstance(module, DiffusionModule):
+        raise DPipeError(
+            f"model._target_ makes a {type(module).__name__}, which is not a DiffusionModule; "
+            "derive it from lightning_dpipe's DiffusionModule"
+        )
+    return module
+
+
+def build_data(config: DictConfig) -> Any:
+    """Instantiate ``config.data``.
+
+    Raises:
+        DPipeError: No data is chosen.
+    """
+    return _build(config, "data")
+
+
+def _build(config: DictConfig, group: str) -> Any:
+    if OmegaConf.is_missing(config[group], "_target_"):
+        raise DPipeError(
+            f"nothing chooses the {group}; give a recipe (recipe=NAME with one of "
+            f"{', '.join(recipe_names())}) or {group}._target_=your_package.YourClass"
+        )
+    return instantiate(config[group], _convert_="all")
+
+
+def one_thread_per_rank(config: DictConfig) -> None:
+    """On a CPU shared by several ranks, compute with one thread each, unless the user chose.
+
+    Two ranks of two threads on two cores take three times as long as two of one.
+    """
+    ranks = num_devices(config)
+    on_gpu = config.trainer.accelerator not in ("cpu", "auto") or (
+        config.trainer.accelerator == "auto" and torch.cuda.is_available()
+    )
+    if ranks == 1 or on_gpu:
+        return
+    threads = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))
+    torch.set_num_threads(threads)
+
+
+def num_devices(config: DictConfig) -> int:
+    """Ranks of one node.
+
+    Raises:
+        DPipeError: `trainer.devices` is "auto" where a number is needed.
+    """
+    devices = config.trainer.devices
+    if isinstance(devices, int):
+        return devices if devices > 0 else _auto_devices(config)
+    if isinstance(devices, str) and devices.isdigit():
+        return int(devices)
+    return _auto_devices(config) if isinstance(devices, str) else len(devices)
+
+
+def _auto_devices(config: DictConfig) -> int:
+    on_cpu = config.trainer.accelerator == "cpu" or not torch.cuda.is_available()
+    return 1 if on_cpu else torch.cuda.device_count()

@@ -1,0 +1,85 @@
+"""Plan a config's model in this process, without a Trainer: what ``plan`` and ``verify`` start from.
+
+In: a composed config. Out: the module, its data and the plan that training on ``trainer.devices``
+ranks would use, whether or not this machine has as many.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from lightning_dpipe.cli.console import configure_console
+from lightning_dpipe.cli.parts import build_data, build_module, num_devices, one_thread_per_rank
+from lightning_dpipe.core.errors import DPipeError
+from lightning_dpipe.strategy.callbacks.bubble_fill import BubbleFill
+from lightning_dpipe.strategy.collectives import HostLink
+from lightning_dpipe.strategy.loaders import loader_batch_size
+from lightning_dpipe.strategy.module import DiffusionModule
+from lightning_dpipe.strategy.planned import Built, Setting, build
+from lightning_dpipe.strategy.strategy import DiffusionPipeStrategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A model ready to run in this process, and how it would run on its ranks."""
+
+    module: DiffusionModule
+    loader: Any
+    device: torch.device
+    built: Built
+
+
+def plan_config(config: DictConfig) -> Planned:
+    """Build model and data, measure the layers (or read the cache), and plan.
+
+    Raises:
+        DPipeError: The strategy has no pipeline, or the loader does not tell its batch size.
+        PlanError: World, batch and stages do not fit each other.
+    """
+    configure_console()
+    one_thread_per_rank(config)
+    strategy = instantiate(config.strategy)
+    if not isinstance(strategy, DiffusionPipeStrategy):
+        raise DPipeError(
+            f"strategy {type(strategy).__name__} has no plan; use strategy=diffusionpipe"
+        )
+    world_size = num_devices(config) * config.trainer.num_nodes
+    strategy.options.check(world_size)
+    L.seed_everything(config.seed, workers=True, verbose=False)
+    module, data = build_module(config), build_data(config)
+    data.prepare_data()
+    data.setup("fit")
+    loader = data.train_dataloader()
+    device = torch.device(
+        "cuda" if config.trainer.accelerator != "cpu" and torch.cuda.is_available() else "cpu"
+    )
+    module.configure_model()
+    module.to(device)
+    setting = Setting(
+        world_size=world_size,
+        batch_size=_batch_size(strategy, loader),
+        device=device,
+        precision=str(config.trainer.precision),
+        autocast=torch.bfloat16 if config.trainer.precision == "bf16-mixed" else None,
+        fill=fills_bubbles(config),
+    )
+    built = build(module.spec, strategy.options, setting, HostLink())
+    return Planned(module=module, loader=loader, device=device, built=built)
+
+
+def fills_bubbles(config: DictConfig) -> bool:
+    """Whether the config's callbacks include BubbleFill."""
+    name = f"{BubbleFill.__module__}.{BubbleFill.__qualname__}"
+    callbacks = (config.get("callbacks") or {}).values()
+    return any(c and c.get("_target_") == name for c in callbacks)
+
+
+def _batch_size(strategy: DiffusionPipeStrategy, loader: Any) -> int:
+    size = strategy._batch_size or loader_batch_size([loader])
+    if size is None:
+        raise DPipeError("the loader does not tell its batch size; set +strategy.batch_size=N")
+    return size

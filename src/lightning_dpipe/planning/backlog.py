@@ -1,0 +1,176 @@
+"""The frozen work that one device still has to do, and how much of it goes into a bubble.
+
+In:     the frozen components' layers with their costs, and the length of a bubble.
+Out:    pieces (layer, samples) in an order that respects layer chains and the component DAG.
+
+Each layer is done for a prefix of the device's samples, and never further than the layers whose
+output it reads. Splitting a layer's batch costs extra when small batches are inefficient, so a
+bubble takes what finishes a layer first, largest first, and partial batches only for the rest.
+Source: DiffusionPipe (arXiv 2405.01248), section 5. Ours differs: any number of partial batches a
+bubble, of any size, and a piece counts by how much work it takes off the end, not by its own time.
+"""
+
+from dataclasses import dataclass, field
+
+from lightning_dpipe.core.graph import ModelGraph
+from lightning_dpipe.core.profile import Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenLayer:
+    """Layer `index` of a frozen component; `before` are positions in run order it waits for."""
+
+    component: str
+    index: int
+    before: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The layer at position `layer` of the run order, on local samples ``[first, last)``."""
+
+    layer: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenCosts:
+    """All frozen layers in run order and what they cost: the same for every device.
+
+    `samples` is the local batch; `overhead_us` is what starting one more fill costs the host.
+    """
+
+    profile: Profile
+    samples: int
+    overhead_us: int
+    layers: tuple[FrozenLayer, ...]
+    _costs: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, profile: Profile, *, samples: int, overhead_us: int) -> "FrozenCosts":
+        """Collect the frozen layers of a profile's model."""
+        return cls(
+            profile=profile,
+            samples=samples,
+            overhead_us=overhead_us,
+            layers=frozen_layers(profile.graph),
+        )
+
+    def cost_us(self, layer: int, samples: int) -> int:
+        """Time of one layer on some samples."""
+        key = (layer, samples)
+        if key not in self._costs:
+            x = self.layers[layer]
+            self._costs[key] = self.profile.forward_us(x.component, x.index, x.index + 1, samples)
+        return self._costs[key]
+
+    def prolongs(self, piece: Piece, last: Piece) -> bool:
+        """Whether the two pieces make one fill: next layer, same component, same samples."""
+        layers = self.layers
+        return (
+            piece.layer == last.layer + 1
+            and layers[piece.layer].component == layers[last.layer].component
+            and (piece.first, piece.last) == (last.first, last.last)
+        )
+
+    def most_samples(self, layer: int, samples: int, budget_us: int) -> int:
+        """Up to `samples`: how many fit into the budget, taking cost to grow with samples."""
+        low, high = 0, samples
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.cost_us(layer, middle) <= budget_us:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
+def frozen_layers(graph: ModelGraph) -> tuple[FrozenLayer, ...]:
+    """All frozen layers in run order, each with the earlier ones it waits for."""
+    position = {
+        (component.name, i): n
+        for n, (component, i) in enumerate(
+            (c, i) for c in graph.frozen for i in range(len(c.layers))
+        )
+    }
+    found = []
+    for component in graph.frozen:
+        for i, layer in enumerate(component.layers):
+            before = {position[graph.writers[v]] for v in layer.reads if v in graph.writers}
+            if i:
+                before.add(position[component.name, i - 1])
+            found.append(
+                FrozenLayer(component=component.name, index=i, before=tuple(sorted(before)))
+            )
+    return tuple(found)
+
+
+class Backlog:
+    """One device's state: `done[i]` samples of the layer at position i are encoded."""
+
+    def __init__(self, work: FrozenCosts, *, partial: bool = True) -> None:
+        self.work, self.partial = work, partial
+        self.done = [0] * len(work.layers)
+        self._open = list(range(len(work.layers)))
+        self._too_short_us = 0
+
+    def pack(self, budget_us: int) -> tuple[list[Piece], int]:
+        """Take pieces that fit into `budget_us` together, fill overheads included.
+
+        Returns:
+            The pieces in run order, and their time without the overheads.
+        """
+        pieces: list[Piece] = []
+        used_us, left_us = 0, budget_us
+        while left_us > self._too_short_us and self._open:
+            piece = self._choose(left_us, pieces[-1] if pieces else None)
+            if piece is None:
+                self._too_short_us = left_us
+                break
+            cost_us = self.work.cost_us(piece.layer, piece.last - piece.first)
+            left_us -= cost_us + self._overhead_us(piece, pieces[-1] if pieces else None)
+            used_us += cost_us
+            self._take(piece)
+            pieces.append(piece)
+        return pieces, used_us
+
+    def drain(self) -> tuple[list[Piece], int]:
+        """Take everything that is left, each layer in one piece."""
+        pieces = [Piece(i, self.done[i], self.work.samples) for i in self._open]
+        for piece in pieces:
+            self._take(piece)
+        return pieces, sum(self.work.cost_us(p.layer, p.last - p.first) for p in pieces)
+
+    def _choose(self, budget_us: int, last: Piece | None) -> Piece | None:
+        """The longest piece that finishes a layer; else the part that saves most; else None."""
+        work, b = self.work, self.work.samples
+        best: tuple[bool, int, Piece] | None = None
+        for i in self._open:
+            first = self.done[i]
+            stop = min((self.done[p] for p in work.layers[i].before), default=b)
+            if stop <= first:
+                continue
+            piece = Piece(i, first, stop)
+            room_us = budget_us - self._overhead_us(piece, last)
+            finishes = stop == b and work.cost_us(i, b - first) <= room_us
+            if not finishes:
+                if not self.partial:
+                    continue
+                num = work.most_samples(i, stop - first, room_us)
+                piece = Piece(i, first, first + num)
+            saved_us = work.cost_us(i, b - first) - work.cost_us(i, b - piece.last)
+            worth_it = finishes or (piece.last > first and saved_us > work.overhead_us)
+            if worth_it and (best is None or (finishes, saved_us) > best[:2]):
+                best = (finishes, saved_us, piece)
+        return None if best is None else best[2]
+
+    def _overhead_us(self, piece: Piece, last: Piece | None) -> int:
+        """A piece that prolongs the fill before it by one layer is no new fill."""
+        return 0 if last is not None and self.work.prolongs(piece, last) else self.work.overhead_us
+
+    def _take(self, piece: Piece) -> None:
+        self._too_short_us = 0
+        self.done[piece.layer] = piece.last
+        if piece.last == self.work.samples:
+            self._open.remove(piece.layer)

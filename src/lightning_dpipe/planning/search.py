@@ -1,0 +1,171 @@
+"""Make a Plan from a Profile: cut, place, choose micro-batches, fill.
+
+In:     a Profile, the world and the batch per device.
+Out:    a Plan, deterministic: every rank that holds the same profile makes the same one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from lightning_dpipe.core.errors import PlanError, UnsupportedError
+from lightning_dpipe.core.jsonio import digest
+from lightning_dpipe.core.plan import Plan, Stage, default_groups, split_sizes
+from lightning_dpipe.core.profile import Profile
+from lightning_dpipe.core.schedule import Schedule
+from lightning_dpipe.planning.filling import fill as fill_bubbles
+from lightning_dpipe.planning.filling import lower_bound_us
+from lightning_dpipe.planning.partition import partition
+from lightning_dpipe.planning.schedules import build_schedule
+from lightning_dpipe.simulation.simulate import simulate
+
+MICROBATCHES_PER_STAGE = 4
+
+
+def make_plan(
+    profile: Profile,
+    *,
+    world_size: int,
+    batch_size: int,
+    num_stages: int | None = None,
+    num_microbatches: int | None = None,
+    schedule: str = "1f1b",
+    fill: bool = True,
+    cuts: Sequence[int] | None = None,
+) -> Plan:
+    """Plan the training of one backbone.
+
+    Args:
+        profile: Costs of the model on the device it will run on.
+        world_size: All ranks.
+        batch_size: Samples per device.
+        num_stages: Devices of one pipeline; by default what `cuts` makes, else all ranks.
+        num_microbatches: Parts of a pipeline's batch; by default 4 x stages, at most its samples.
+        schedule: A key of `planning.schedules.SCHEDULES`.
+        fill: Whether frozen work runs ahead in bubbles, rather than up front.
+        cuts: First layer of every stage but the first; by default the fastest slowest stage.
+
+    Raises:
+        PlanError: The numbers do not fit each other or the model.
+        ScheduleError: The schedule is unknown.
+        UnsupportedError: The model has several backbones.
+    """
+    if num_stages is None:
+        num_stages = world_size if cuts is None else len(cuts) + 1
+    groups = default_groups(world_size, num_stages)
+    group_batch = batch_size * num_stages
+    if num_microbatches is None:
+        num_microbatches = max(1, min(MICROBATCHES_PER_STAGE * num_stages, group_batch))
+    if not 1 <= num_microbatches <= group_batch:
+        raise PlanError(
+            f"num_microbatches={num_microbatches} for a pipeline's batch of {group_batch} samples "
+            f"({batch_size} per device x {num_stages} devices); "
+            f"choose 1 <= num_microbatches <= {group_batch}, or a larger batch"
+        )
+    samples = max(split_sizes(group_batch, num_microbatches))
+    plan = Plan(
+        graph_digest=digest(profile.graph),
+        profile_digest=digest(profile),
+        groups=groups,
+        stages=_stages(profile, num_stages, samples, cuts),
+        num_microbatches=num_microbatches,
+        batch_size=batch_size,
+        schedule=schedule,
+    )
+    schedule_of(plan)  # an unknown schedule is refused now, not when the plan is first used
+    return with_fills(plan, profile) if fill else plan
+
+
+def with_fills(plan: Plan, profile: Profile) -> Plan:
+    """The plan with its bubbles filled anew, for each variant of the schedule that can occur."""
+    variants = (False,) if profile.graph.feedback is None else (False, True)
+    fills = tuple(
+        f
+        for variant in variants
+        for f in fill_bubbles(
+            plan, schedule_of(plan, self_conditioned=variant), profile, self_conditioned=variant
+        )
+    )
+    return replace(plan, fills=fills)
+
+
+def schedule_of(plan: Plan, *, self_conditioned: bool = False) -> Schedule:
+    """The order of ops that a plan names.
+
+    Raises:
+        ScheduleError: The schedule is unknown.
+    """
+    return build_schedule(
+        plan.schedule,
+        num_stages=len(plan.stages),
+        num_microbatches=plan.num_microbatches,
+        self_conditioned=self_conditioned,
+    )
+
+
+def explain(plan: Plan, profile: Profile) -> str:
+    """Table of the stages and what the plan is predicted to cost, as `dpipe plan` prints it."""
+    rows = max(split_sizes(plan.batch_size * plan.num_devices, plan.num_microbatches))
+    lines = ["stage  layers     forward    backward   parameters  devices"]
+    for i, s in enumerate(plan.stages):
+        span = (s.backbone, s.start, s.stop)
+        costs = profile.component(s.backbone).layers[s.start : s.stop]
+        samples = -(-rows // len(s.devices))
+        lines.append(
+            f"{i:>5}  {f'{s.start}:{s.stop}':<9}"
+            f"{profile.forward_us(*span, samples) / 1e3:>6.2f} ms"
+            f"{profile.backward_us(*span, samples) / 1e3:>9.2f} ms"
+            f"{sum(c.param_bytes for c in costs) / 1e6:>10.2f} MB"
+            f"  {', '.join(map(str, s.devices))}"
+        )
+    schedule = schedule_of(plan)
+    unfilled = simulate(replace(plan, fills=()), schedule, profile)
+    timeline = simulate(plan, schedule, profile)
+    per_step = plan.batch_size * plan.world_size
+    lines += [
+        "",
+        f"{len(plan.groups)} x {plan.num_devices} devices, schedule {plan.schedule}, "
+        f"{plan.num_microbatches} micro-batches of {rows} samples, global batch {per_step}",
+        f"iteration {timeline.end_us / 1e3:.2f} ms "
+        f"(frozen work up front {unfilled.end_us / 1e3:.2f} ms, "
+        f"lower bound {lower_bound_us(plan, profile) / 1e3:.2f} ms), "
+        f"{per_step * 1e6 / max(timeline.end_us, 1):.1f} samples/s",
+        f"bubble ratio {timeline.bubble_ratio:.1%} (unfilled {unfilled.bubble_ratio:.1%}), "
+        f"fill ratio {timeline.fill_ratio:.1%}, "
+        f"{sum(not f.self_conditioned for f in plan.fills)} fills",
+    ]
+    if profile.estimated:
+        lines.append("times are estimated, not measured")
+    return "\n".join(lines)
+
+
+def _stages(
+    profile: Profile, num_stages: int, samples: int, cuts: Sequence[int] | None
+) -> tuple[Stage, ...]:
+    """Stage i on device i."""
+    names = [c.name for c in profile.graph.backbones]
+    if len(names) != 1:
+        raise UnsupportedError(
+            f"the model has {len(names)} backbones ({', '.join(names)}); a plan is made for "
+            "exactly one: describe each backbone as a model of its own"
+        )
+    backbone = names[0]
+    if cuts is None:
+        ranges = partition(profile, backbone, num_stages=num_stages, samples=samples)
+    else:
+        ranges = _ranges(cuts, num_stages, len(profile.graph.component(backbone).layers))
+    return tuple(
+        Stage(backbone=backbone, start=start, stop=stop, devices=(device,))
+        for device, (start, stop) in enumerate(ranges)
+    )
+
+
+def _ranges(cuts: Sequence[int], num_stages: int, num_layers: int) -> tuple[tuple[int, int], ...]:
+    """Half-open layer ranges between explicit borders."""
+    ranges = tuple(pairwise((0, *cuts, num_layers)))
+    if len(ranges) != num_stages or any(start >= stop for start, stop in ranges):
+        raise PlanError(
+            f"cuts={tuple(cuts)} do not cut {num_layers} layers into {num_stages} stages; "
+            f"give {num_stages - 1} ascending layer numbers between 1 and {num_layers - 1}"
+        )
+    return ranges

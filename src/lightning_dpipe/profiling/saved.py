@@ -1,0 +1,64 @@
+"""Bytes that a layer keeps from its forward for its backward.
+
+In:     a forward that runs inside `SavedBytes.counting`.
+Out:    bytes of the distinct storages that autograd kept.
+Weights are not counted: they are there anyway. A value that two layers keep (the output of one is
+the input of the next) is counted once over a chain of layers: for the first that keeps it.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class SavedBytes:
+    """Counts, layer by layer, along one chain of layers: `counting`, then `total`."""
+
+    def __init__(self) -> None:
+        self._counted: set[int] = set()  # values that some layer has kept
+        self._storages: dict[int, int] = {}
+        self._weights: frozenset[int] = frozenset()
+
+    @contextmanager
+    def counting(self, weights: Iterable[Tensor]) -> Iterator[None]:
+        """Around the forward of the next layer, whose parameters and buffers are `weights`."""
+        self._storages = {}
+        self._weights = frozenset(w.untyped_storage().data_ptr() for w in weights)
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            yield
+
+    def total(self, values: Mapping[int, Tensor], outside: Iterable[int]) -> int:
+        """Bytes of the layer that just ran.
+
+        Args:
+            values: What the layer read and wrote.
+            outside: Values that are not the chain's own (encodings): they are there anyway.
+        """
+        left = dict(self._storages)
+        for value in outside:
+            left.pop(values[value].untyped_storage().data_ptr(), None)
+        for value, tensor in values.items():
+            pointer = tensor.untyped_storage().data_ptr()
+            if pointer in left:
+                if value in self._counted:
+                    del left[pointer]
+                self._counted.add(value)
+        return sum(left.values())
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._weights and not _is_weight(tensor):
+            self._storages[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()  # returning an output itself would make a reference cycle
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    """Whether it is a weight in another guise: autocast's copy of it, or that transposed."""
+    node = tensor.grad_fn
+    while node is not None and len(node.next_functions) == 1:
+        node = node.next_functions[0][0]
+        if node is not None and hasattr(node, "variable"):
+            return isinstance(node.variable, torch.nn.Parameter)
+    return False

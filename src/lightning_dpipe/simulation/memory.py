@@ -1,0 +1,80 @@
+"""Peak memory of each device under a plan, from the profile's bytes.
+
+Counted: weights of the device's stages, their gradients and AdamW moments, all frozen components
+(each rank encodes its own samples), and the activations in flight along the schedule. Not counted:
+message buffers, encodings and the allocator's slack; leave a margin for them.
+"""
+
+from collections.abc import Sequence
+
+from lightning_dpipe.core.crossings import stage_reads
+from lightning_dpipe.core.op import Op, OpKind
+from lightning_dpipe.core.plan import Plan, split_sizes
+from lightning_dpipe.core.profile import Profile, interpolate
+from lightning_dpipe.core.schedule import Schedule
+
+MOMENTS_PER_WEIGHT = 2
+"""AdamW keeps two tensors a weight, of the weight's dtype (8 bytes a weight in fp32)."""
+
+
+def peak_bytes(plan: Plan, schedule: Schedule, profile: Profile) -> tuple[int, ...]:
+    """Largest number of bytes each device of a pipeline group holds during one step.
+
+    Raises:
+        ProfileError: The profile lacks a component of the plan.
+        SpecError: The profile's graph lacks one.
+    """
+    frozen = sum(
+        layer.param_bytes
+        for component in profile.graph.frozen
+        for layer in profile.component(component.name).layers
+    )
+    sizes = split_sizes(plan.batch_size * plan.num_devices, plan.num_microbatches)
+    return tuple(
+        frozen
+        + sum(_resident_bytes(plan, profile, stage) for stage in plan.stages_on(device))
+        + _peak_in_flight(plan, profile, order, sizes)
+        for device, order in enumerate(schedule.orders)
+    )
+
+
+def _resident_bytes(plan: Plan, profile: Profile, index: int) -> int:
+    """Weights, gradients and optimizer state of one stage."""
+    stage = plan.stages[index]
+    layers = profile.component(stage.backbone).layers[stage.start : stage.stop]
+    trained = profile.trained_bytes(stage.backbone, stage.start, stage.stop)
+    return sum(layer.param_bytes for layer in layers) + (1 + MOMENTS_PER_WEIGHT) * trained
+
+
+def _peak_in_flight(plan: Plan, profile: Profile, order: Sequence[Op], sizes: Sequence[int]) -> int:
+    """Peak of the activations between each forward and the end of its backward."""
+    live = peak = 0
+    kept: dict[tuple[int, int], int] = {}
+    last = {(op.stage, op.microbatch): op for op in order if op.kind is not OpKind.S}
+    for op in order:
+        key, samples = (op.stage, op.microbatch), sizes[op.microbatch]
+        recompute = plan.stages[op.stage].recompute
+        added = 0
+        if op.kind is OpKind.F and recompute:
+            added = _input_bytes(plan, profile, op.stage, samples)
+        elif op.kind is OpKind.F or (op.kind in (OpKind.B, OpKind.I) and recompute):
+            added = _activation_bytes(plan, profile, op.stage, samples)
+        kept[key] = kept.get(key, 0) + added
+        live += added
+        peak = max(peak, live)
+        if op == last.get(key):
+            live -= kept.pop(key)
+    return peak
+
+
+def _activation_bytes(plan: Plan, profile: Profile, index: int, samples: int) -> int:
+    stage = plan.stages[index]
+    cost = profile.component(stage.backbone)
+    layers = cost.layers[stage.start : stage.stop]
+    return sum(interpolate(cost.samples, layer.activation_bytes, samples) for layer in layers)
+
+
+def _input_bytes(plan: Plan, profile: Profile, index: int, samples: int) -> int:
+    values = profile.graph.values
+    reads = stage_reads(profile.graph, plan.stages, index)
+    return samples * sum(values[v].bytes_per_sample for v in reads)

@@ -1,0 +1,149 @@
+"""Progress of all ranks of a group under the weakest promise a transport gives: rendezvous.
+
+A transfer completes only when its send has been issued, its receive has been posted and the
+message before it on the same channel is complete. Sends never block the sender inside the step;
+a WaitRecv and a Gather block until what they need is complete. If all ranks reach their end under
+these rules, they do under any transport that is kinder (buffered sends).
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+
+from lightning_dpipe.core.errors import ScheduleError
+from lightning_dpipe.core.program import (
+    Channel,
+    Gather,
+    Instruction,
+    Message,
+    Part,
+    PostRecv,
+    PostRows,
+    Program,
+    Send,
+    SendRows,
+    WaitRecv,
+    When,
+)
+from lightning_dpipe.simulation.manifest import describe_channel
+
+Ticket = tuple[Message, int]
+"""A posted message and its position on its channel."""
+
+
+def check_progress(programs: Sequence[Program]) -> None:
+    """Run all ranks side by side until they end. Expects equal manifests (`check_manifest`).
+
+    Raises:
+        ScheduleError: Some ranks wait for ever, or a gather needs rows that nobody posted; each
+            blocked rank, its instruction and the message it waits for are named.
+    """
+    net = _Net()
+    walkers = [_Walker(program, net) for program in programs]
+    # Every walker advances in each round: a list, so that `any` does not stop at the first.
+    while any([walker.advance() for walker in walkers]):
+        pass
+    stuck = [walker.report() for walker in walkers if walker.index < len(walker.instructions)]
+    if stuck:
+        raise ScheduleError(
+            "deadlock: "
+            + "; ".join(stuck)
+            + ". Post the receive or issue the send before the instruction that blocks"
+        )
+
+
+class _Net:
+    """How many messages of each channel have been sent and posted so far.
+
+    Channels are first in, first out on both sides, so message ``k`` is complete as soon as more
+    than ``k`` have been sent and more than ``k`` have been posted.
+    """
+
+    def __init__(self) -> None:
+        self.sent: Counter[Channel] = Counter()
+        self.posted: Counter[Channel] = Counter()
+
+    def complete(self, ticket: Ticket) -> bool:
+        message, k = ticket
+        return k < min(self.sent[message.channel], self.posted[message.channel])
+
+
+class _Walker:
+    """One rank: where it is, and which messages it has posted."""
+
+    def __init__(self, program: Program, net: _Net) -> None:
+        self.program = program
+        self.instructions = program.instructions
+        self.net = net
+        self.index = 0
+        self.receives: dict[int, Ticket] = {}
+        self.rows: defaultdict[int, list[tuple[PostRows, Ticket]]] = defaultdict(list)
+
+    def advance(self) -> bool:
+        """Run until blocked or done; True if at least one instruction ran."""
+        start = self.index
+        while self.index < len(self.instructions):
+            instruction = self.instructions[self.index]
+            if not all(self.net.complete(ticket) for ticket in self.awaited(instruction)):
+                break
+            self.run(instruction)
+            self.index += 1
+        return self.index > start
+
+    def run(self, instruction: Instruction) -> None:
+        match instruction:
+            case Send(message=message) | SendRows(message=message):
+                self.net.sent[message.channel] += 1
+            case PostRecv(message=message, slot=slot):
+                self.receives[slot] = self.post(message)
+            case PostRows(message=message, value=value, when=When.THIS):
+                self.rows[value].append((instruction, self.post(message)))
+            case PostRows(message=message):
+                self.post(message)
+            case _:
+                pass  # the others neither wait nor talk
+
+    def post(self, message: Message) -> Ticket:
+        ticket = (message, self.net.posted[message.channel])
+        self.net.posted[message.channel] += 1
+        return ticket
+
+    def awaited(self, instruction: Instruction) -> Iterator[Ticket]:
+        """Messages that must be complete before the instruction can run."""
+        match instruction:
+            case WaitRecv(slot=slot):
+                yield self.receives[slot]
+            case Gather(value=value, parts=parts):
+                for part in parts:
+                    yield from self.delivered(value, part)
+            case _:
+                return
+
+    def delivered(self, value: int, part: Part) -> Iterator[Ticket]:
+        """The row messages that bring `part`; rows of the step before are there already."""
+        if part.device == self.program.device:
+            return
+        need = part.first
+        for post, ticket in sorted(self.rows[value], key=lambda entry: entry[0].first):
+            if post.device == part.device and post.first < part.last and part.first < post.last:
+                yield ticket
+                if post.first <= need:
+                    need = max(need, post.last)
+        if need < part.last and not self.program.shape.encoded:
+            raise ScheduleError(
+                f"rank {self.program.rank}, instruction {self.index}: gathers samples "
+                f"[{part.first}, {part.last}) of value {value} from device {part.device}, but no "
+                f"receive is posted for sample {need}; post its rows first"
+            )
+
+    def report(self) -> str:
+        """Where this rank stands and what is missing for it to go on."""
+        instruction = self.instructions[self.index]
+        missing = [t for t in self.awaited(instruction) if not self.net.complete(t)]
+        message, k = missing[0]
+        channel = message.channel
+        return (
+            f"rank {self.program.rank} blocks at instruction {self.index} "
+            f"({type(instruction).__name__}) on {message.tag}, message {k} of the "
+            f"{describe_channel(channel)}, where {self.net.sent[channel]} are sent and "
+            f"{self.net.posted[channel]} posted"
+        )

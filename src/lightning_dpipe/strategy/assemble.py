@@ -1,0 +1,217 @@
+"""Put plan, programs, engine and encodings together: one object that runs training steps.
+
+This is the seam between the Lightning side and the runtime; it imports no lightning, so that
+`dpipe verify`, benchmarks and tests drive exactly what a Trainer drives.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dpipe.core.errors import PlanError
+from lightning_dpipe.core.graph import ModelGraph
+from lightning_dpipe.core.jsonio import digest
+from lightning_dpipe.core.plan import Plan
+from lightning_dpipe.core.program import Program, StepShape
+from lightning_dpipe.lowering.channels import plan_channels
+from lightning_dpipe.lowering.lower import lower
+from lightning_dpipe.planning.search import schedule_of
+from lightning_dpipe.runtime.bound import Binding
+from lightning_dpipe.runtime.encodings import Encodings
+from lightning_dpipe.runtime.engine import Engine, StepInputs, StepResult
+from lightning_dpipe.runtime.frozen import FrozenRunner
+from lightning_dpipe.runtime.reduce import Reducer
+from lightning_dpipe.runtime.stage import StageRunner
+from lightning_dpipe.runtime.trace import Tracer
+from lightning_dpipe.runtime.transport import Transport
+from lightning_dpipe.simulation.check import check_programs, check_schedule
+
+
+class PipelineSession:
+    """Runs steps of one rank. All ranks of a group must call it alike.
+
+    The frozen work of `next_batch` runs inside the step, and the following call finds it encoded.
+    """
+
+    def __init__(
+        self,
+        *,
+        graph: ModelGraph,
+        binding: Binding,
+        plan: Plan,
+        rank: int,
+        transport: Transport,
+        device: torch.device,
+        seed: int,
+        reducer: Reducer | None = None,
+        trace: bool = False,
+    ) -> None:
+        if digest(graph) != plan.graph_digest:
+            raise PlanError(
+                f"the plan was made for model {plan.graph_digest}, this one is {digest(graph)}; "
+                "plan again"
+            )
+        self.graph, self.plan, self.rank = graph, plan, rank
+        self._inputs = dict(binding.inputs)
+        self.group, self.position = plan.locate(rank)
+        self.device = device
+        self._transport = transport
+        self._reducer = reducer
+        stages = plan.stages_on(self.position)
+        self.stages = {i: StageRunner(graph, plan.stages, i, binding, device) for i in stages}
+        self.tracer = Tracer(device, rank, self.position)
+        self.engine = Engine(
+            stages=self.stages,
+            backbones={i: plan.stages[i].backbone for i in stages},
+            frozen=FrozenRunner(graph, binding.layers),
+            transport=transport,
+            device=device,
+            group=self.group,
+            seed=seed,
+            reducer=reducer,
+            tracer=self.tracer if trace else None,
+        )
+        self._banks = [Encodings(graph, self.position, device) for _ in range(2)]
+        self._ahead: tuple[int, ...] | None = None
+        self._programs: dict[StepShape, Program] = {}
+        transport.open(plan_channels(plan, graph))
+
+    def trace(self, on: bool) -> None:
+        """Record the following steps, or stop doing so."""
+        self.engine.tracer = self.tracer if on else None
+
+    def forget(self) -> None:
+        """Drop what was encoded ahead: the next batch will be another one."""
+        self._ahead = None
+
+    def step(
+        self,
+        batch: Mapping[str, Tensor],
+        *,
+        sizes: tuple[int, ...],
+        batch_index: int,
+        loss_scale: float,
+        next_batch: Mapping[str, Tensor] | None = None,
+        next_sizes: tuple[int, ...] | None = None,
+        self_conditioned: bool = False,
+        training: bool = True,
+        dropout: bool | None = None,
+        reduce: bool = True,
+    ) -> StepResult:
+        """Run one micro-step of an accumulation window, or one evaluation batch.
+
+        Args:
+            batch: This rank's fields by name, ``[sizes[device], ...]``.
+            sizes: Local batch size of each device of the group.
+            batch_index: Batches consumed before this one; keys dropout.
+            loss_scale: Gradient of the reported loss with respect to one sample's loss.
+            next_batch: The batch to encode ahead, if any.
+            next_sizes: Its sizes; None exactly when no rank has a next batch.
+            self_conditioned: Whether this batch's coin came up.
+            training: False runs forward only and leaves what was encoded ahead alone.
+            dropout: Draw in trained layers; default: `training`.
+            reduce: Whether gradients are complete after this step (last of the window).
+
+        Raises:
+            PlanError: The batch has fewer samples than the pipeline needs.
+        """
+        encoded = training and self._ahead is not None
+        if encoded and self._ahead != sizes:
+            raise PlanError(
+                f"encoded ahead for batch sizes {self._ahead}, got {sizes}; call forget() when the "
+                "next batch is not the one that was announced"
+            )
+        shape = StepShape(
+            sizes=sizes,
+            next_sizes=next_sizes,
+            encoded=encoded,
+            self_conditioned=self_conditioned,
+            training=training,
+            reduce=reduce,
+        )
+        program = self.program(shape)
+        this = self._banks[0] if training else Encodings(self.graph, self.position, self.device)
+        if not encoded:
+            this.begin(self._fields(batch), sizes)
+        ahead = None
+        if next_sizes is not None:
+            ahead = self._banks[1]
+            ahead.begin(self._fields(next_batch or {}), next_sizes)
+        inputs = StepInputs(
+            this=this,
+            next=ahead,
+            loss_scale=loss_scale,
+            batch_index=batch_index,
+            dropout=training if dropout is None else dropout,
+        )
+        result = self.engine.run(program, inputs)
+        if training:
+            self._ahead = next_sizes
+            self._banks.reverse()
+        return result
+
+    def close(self) -> None:
+        """Release the transport's channels."""
+        self._transport.close()
+
+    def wait_reduction(self) -> None:
+        """Wait for the replica sums that the step started."""
+        if self._reducer is not None:
+            self._reducer.wait()
+
+    def program(self, shape: StepShape) -> Program:
+        """This rank's program for a shape class: lowered and checked once."""
+        if shape not in self._programs:
+            self._programs[shape] = self.programs(shape)[self.position]
+        return self._programs[shape]
+
+    def programs(self, shape: StepShape) -> tuple[Program, ...]:
+        """The whole group's programs, checked for legality and deadlock."""
+        plan = self.plan
+        total = sum(shape.sizes)
+        if total < plan.num_microbatches:
+            # A short last batch: as many micro-batches as it has samples.
+            plan = replace(plan, num_microbatches=max(total, 1))
+        schedule = schedule_of(plan, self_conditioned=shape.self_conditioned)
+        check_schedule(schedule, plan, self.graph, self_conditioned=shape.self_conditioned)
+        programs = lower(plan, schedule, self.graph, shape, group=self.group)
+        check_programs(programs)
+        return programs
+
+    def _fields(self, batch: Mapping[str, Tensor]) -> dict[int, Tensor]:
+        wanted = self._inputs
+        missing = sorted(set(wanted) - set(batch))
+        if missing:
+            raise PlanError(
+                f"the batch has no field {missing[0]!r} (it has: {', '.join(sorted(batch))}); "
+                "PipelineSpec.inputs declares it"
+            )
+        return {
+            value: batch[name].to(self.device, non_blocking=True) for name, value in wanted.items()
+        }
+
+
+def cut(module: nn.Module, binding: Binding, plan: Plan, position: int) -> None:
+    """Keep only this device's trained weights; the others become meta parameters, in place.
+
+    Names, order and optimizer numbering stay those of the uncut model: a meta parameter never gets
+    a gradient, so no optimizer touches it. Frozen components are kept: every rank encodes.
+    """
+    kept: set[int] = set()
+    dropped: dict[int, nn.Parameter] = {}
+    for index, stage in enumerate(plan.stages):
+        layers = binding.layers[stage.backbone][stage.start : stage.stop]
+        here = index in plan.stages_on(position)
+        for layer in layers:
+            for p in layer.parameters:
+                if here:
+                    kept.add(id(p))
+                else:
+                    dropped[id(p)] = p
+    for owner in module.modules():
+        for name, weight in list(owner._parameters.items()):
+            if weight is not None and id(weight) in dropped and id(weight) not in kept:
+                meta = torch.empty_like(weight, device="meta")
+                owner._parameters[name] = nn.Parameter(meta, requires_grad=weight.requires_grad)

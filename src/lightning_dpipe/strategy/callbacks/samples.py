@@ -1,0 +1,126 @@
+"""Draw what the model has learnt: a grid of samples beside the real held-out images.
+
+In:     a module with ``draw_samples(fields, num_steps=, guidance=)`` and a datamodule of map-style
+        datasets whose samples hold ``image``.
+Out:    a PNG at the end of training, in W&B too, and how near the samples came to what was asked.
+
+Sampling runs in one process, on rank 0, from the weights of all stages (averaged ones, if there is
+an `EMA` callback); the other ranks wait.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from lightning_dpipe.core.errors import UnsupportedError
+from lightning_dpipe.data.fields import FieldDataset
+from lightning_dpipe.sampling.grid import save_grid
+from lightning_dpipe.sampling.ranks import nearest_ranks
+from lightning_dpipe.strategy.callbacks.ema import EMA
+from lightning_dpipe.strategy.callbacks.whole import gather_weights, whole_weights
+
+
+@runtime_checkable
+class DrawsSamples(Protocol):
+    """A module that `SampleGrid` can ask for images."""
+
+    def draw_samples(
+        self, fields: Mapping[str, Tensor], *, num_steps: int, guidance: float
+    ) -> Tensor:
+        """One image per row of the batch fields, ``[batch, channels, height, width]``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """What was asked and what came out.
+
+    `ranks`: place of each asked image among all real ones, nearest first, 1 is best.
+    """
+
+    captions: tuple[str, ...]
+    ranks: tuple[int, ...]
+    num_references: int
+    path: Path
+
+
+class SampleGrid(Callback):
+    """Draw the held-out captions (or labels) when training ends.
+
+    Args:
+        path: The PNG to write.
+        num_samples: At most so many of the validation set, in its order.
+        num_steps: Steps of the sampler.
+        guidance: Classifier-free guidance; 1 is none.
+    """
+
+    def __init__(
+        self, path: str | Path, *, num_samples: int = 24, num_steps: int = 30, guidance: float = 2.0
+    ) -> None:
+        self.path = Path(path)
+        self.num_samples = num_samples
+        self.num_steps = num_steps
+        self.guidance = guidance
+        self.drawn: Drawn | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a module that cannot draw before it has trained for hours.
+
+        Raises:
+            UnsupportedError: The module has no ``draw_samples``.
+        """
+        if not isinstance(pl_module, DrawsSamples):
+            raise UnsupportedError(
+                f"SampleGrid asks {type(pl_module).__name__} for draw_samples(fields, num_steps=, "
+                "guidance=), which it does not have; define it, or remove the callback "
+                "(~callbacks.sample_grid)"
+            )
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw on rank 0 with the weights of all ranks."""
+        weights = gather_weights(trainer)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, EMA):
+                weights = {**weights, **callback.gather()}
+        if trainer.is_global_zero:
+            with whole_weights(pl_module, weights):
+                self._draw(trainer, pl_module)
+        trainer.strategy.barrier("samples are drawn")
+
+    def _draw(self, trainer: Trainer, module: Any) -> None:
+        datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
+        asked = datamodule.val_dataloader().dataset
+        shown = list(range(min(self.num_samples, len(asked))))
+        fields = default_collate([asked[i] for i in shown])
+        images = module.draw_samples(fields, num_steps=self.num_steps, guidance=self.guidance)
+        captions = _captions(datamodule, fields)
+        save_grid(self.path, {"real": fields["image"], "drawn": images}, captions)
+        # Held-out images come first, so that a sample's number is its image's place.
+        others = [x for x in (asked, datamodule.train_dataloader().dataset) if _in_memory(x)]
+        references = torch.cat([x.fields["image"] for x in others] or [fields["image"]])
+        self.drawn = Drawn(
+            captions=tuple(captions),
+            ranks=nearest_ranks(images.cpu(), references, torch.tensor(shown)),
+            num_references=len(references),
+            path=self.path,
+        )
+        if trainer.logger is not None and hasattr(trainer.logger, "log_image"):
+            trainer.logger.log_image(key="samples", images=[str(self.path)])
+
+
+def _captions(datamodule: Any, fields: Mapping[str, Tensor]) -> Sequence[str]:
+    """Captions of the first validation samples: the datamodule's, else labels, else numbers."""
+    count = len(fields["image"])
+    if hasattr(datamodule, "validation_captions"):
+        return tuple(datamodule.validation_captions)[:count]
+    return [str(int(x)) for x in fields.get("label", torch.arange(count))]
+
+
+def _in_memory(dataset: Any) -> bool:
+    """Whether all images can be compared at no cost; a large set is not read for it."""
+    return isinstance(dataset, FieldDataset)

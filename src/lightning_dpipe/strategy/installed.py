@@ -1,0 +1,159 @@
+"""A module installed on its ranks: planned, cut, and connected to its peers.
+
+In:     a DiffusionModule on its device, the user's options, the world.
+Out:    session and step runner. A module that an earlier run of this process has cut keeps its
+        cut; only fills and batch size follow the new run.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from lightning_dpipe.core.errors import UnsupportedError
+from lightning_dpipe.core.jsonio import digest
+from lightning_dpipe.planning.search import explain
+from lightning_dpipe.runtime.distributed import DistTransport
+from lightning_dpipe.runtime.reduce import Reducer
+from lightning_dpipe.strategy.assemble import PipelineSession, cut
+from lightning_dpipe.strategy.checkpoint import broadcast_weights
+from lightning_dpipe.strategy.collectives import HostLink
+from lightning_dpipe.strategy.module import DiffusionModule
+from lightning_dpipe.strategy.planned import Built, PlanOptions, Setting, build, refit
+from lightning_dpipe.strategy.steps import StepRunner
+
+log = logging.getLogger(__name__)
+
+MakeReducer = Callable[[Sequence[Sequence[int]]], Reducer | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installation:
+    """What a strategy runs steps with. `replicas` are the ranks with the same stages, if any."""
+
+    built: Built
+    session: PipelineSession
+    runner: StepRunner
+    replicas: Any
+    weights: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        module: DiffusionModule,
+        options: PlanOptions,
+        setting: Setting,
+        link: HostLink,
+        prepare: Callable[[Any], Any],
+        make_reducer: MakeReducer,
+    ) -> "Installation":
+        """Install a module, or adapt its installation to another run. Collective."""
+        old = _INSTALLED.get(module)
+        if old is not None and old.weights == _weights(module):
+            built = _checked(refit(old.built, setting), options, setting)
+            if digest(built.plan) == digest(old.built.plan):
+                old.session.forget()
+                return cls._keep(module, old, built, old.session, prepare)
+            session = _session(module, built, setting, link, old.session._reducer)
+            return cls._keep(module, old, built, session, prepare)
+        if any(p.is_meta for p in module.parameters()):
+            raise UnsupportedError(
+                f"{type(module).__name__} has weights on meta that no earlier run of this process "
+                "explains; build a new module and load a checkpoint into it"
+            )
+        broadcast_weights(module, link)
+        built = build(module.spec, options, setting, link)
+        session = _session(module, built, setting, link, make_reducer(built.plan.groups))
+        cut(module, built.binding, built.plan, session.position)
+        if setting.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if link.rank == 0 and built.profile is not None:
+            log.info("plan\n%s", explain(built.plan, built.profile))
+        new = cls(
+            built=built,
+            session=session,
+            runner=StepRunner(module, session, prepare),
+            replicas=_replica_group(built, link),
+            weights=_weights(module),
+        )
+        _INSTALLED[module] = new
+        return new
+
+    @classmethod
+    def _keep(
+        cls,
+        module: DiffusionModule,
+        old: "Installation",
+        built: Built,
+        session: PipelineSession,
+        prepare: Callable[[Any], Any],
+    ) -> "Installation":
+        new = cls(
+            built=built,
+            session=session,
+            runner=StepRunner(module, session, prepare),
+            replicas=old.replicas,
+            weights=old.weights,
+        )
+        _INSTALLED[module] = new
+        return new
+
+
+_INSTALLED: "WeakKeyDictionary[DiffusionModule, Installation]" = WeakKeyDictionary()
+
+
+def _session(
+    module: DiffusionModule,
+    built: Built,
+    setting: Setting,
+    link: HostLink,
+    reducer: Reducer | None,
+) -> PipelineSession:
+    return PipelineSession(
+        graph=built.graph,
+        binding=built.binding,
+        plan=built.plan,
+        rank=link.rank,
+        transport=DistTransport(setting.device),
+        device=setting.device,
+        seed=module.seed,
+        reducer=reducer,
+    )
+
+
+def _checked(built: Built, options: PlanOptions, setting: Setting) -> Built:
+    """Refuse options that ask for another cut than the one the module has.
+
+    Raises:
+        UnsupportedError: Both numbers of stages are named.
+    """
+    stages = options.stages(setting.world_size) if options.plan is None else None
+    if stages is not None and stages != built.plan.num_devices:
+        raise UnsupportedError(
+            f"the module was cut for {built.plan.num_devices} stages by an earlier run of this "
+            f"process, now {stages} are asked for; build a new module and load a checkpoint into it"
+        )
+    return built
+
+
+def _weights(module: DiffusionModule) -> tuple[int, ...]:
+    """Identity of the weights: a module that rebuilt itself needs a new cut."""
+    return tuple(id(p) for p in module.parameters())
+
+
+def _replica_group(built: Built, link: HostLink) -> Any:
+    """Process group of the ranks at this one's position, if there are several pipelines."""
+    groups = built.plan.groups
+    if len(groups) == 1:
+        return None
+    mine = None
+    for position in range(built.plan.num_devices):
+        ranks = sorted(group[position] for group in groups)
+        group = dist.new_group(ranks)
+        if link.rank in ranks:
+            mine = group
+    return mine

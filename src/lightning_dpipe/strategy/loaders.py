@@ -1,0 +1,83 @@
+"""Ties a Trainer's loaders to the strategy: what `lookahead` needs to know about the loop."""
+
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from torch import Tensor
+
+from lightning_dpipe.strategy.callbacks.bubble_fill import BubbleFill
+from lightning_dpipe.strategy.lookahead import AgreedLoader, LoaderLinks, Outlook, agreed
+
+
+def fills_bubbles(trainer: Any) -> bool:
+    """Whether the user asked for frozen work in bubbles."""
+    return any(isinstance(callback, BubbleFill) for callback in trainer.callbacks)
+
+
+def wrap_loader(
+    loader: Any,
+    trainer: Any,
+    *,
+    field: str,
+    exchange: Callable[[int], tuple[int, ...]],
+    announce: Callable[[Outlook, bool], None],
+    clear: Callable[[], None],
+) -> AgreedLoader:
+    """Make all ranks agree on a loader's batches; in training look one ahead for `BubbleFill`.
+
+    Args:
+        loader: The user's loader with Lightning's sampler.
+        trainer: Says which loop the loader is for, and when it ends.
+        field: A batch field, whose length is the number of samples.
+        exchange: Gathers one integer of every rank.
+        announce: Called with each outlook and whether it is for training.
+        clear: Forgets training batches that were announced but not run.
+    """
+    if isinstance(loader, AgreedLoader):
+        return loader
+    seeds_workers = int(os.environ.get("PL_SEED_WORKERS", "0"))
+    if seeds_workers and getattr(loader, "worker_init_fn", "") is None:
+        # Lightning would set it on our wrapper, where it has no effect.
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=trainer.global_rank)
+    training = bool(trainer.training)
+    links = LoaderLinks(
+        exchange=exchange,
+        num_samples=partial(_count, field=field),
+        announce=lambda outlook: announce(outlook, training),
+        clear=clear if training else lambda: None,
+        limit=lambda: float(trainer.num_training_batches),
+        next_epoch=partial(_next_epoch, trainer),
+    )
+    stage = trainer.state.stage
+    name = "train" if training or stage is None else str(stage.value)
+    ahead = training and fills_bubbles(trainer)
+    return agreed(loader, links, name=name, ahead=ahead, strict=not training)
+
+
+def loader_batch_size(loaders: Any) -> int | None:
+    """Batch size that a loader declares, itself or through its batch sampler."""
+    for loader in loaders:
+        for holder in (loader, getattr(loader, "batch_sampler", None)):
+            size = getattr(holder, "batch_size", None)
+            if isinstance(size, int):
+                return size
+    return None
+
+
+def _count(batch: Any, *, field: str) -> int:
+    """Samples of a raw batch; one that lacks the field is refused later, with a better message."""
+    tensor = batch.get(field) if isinstance(batch, Mapping) else None
+    return int(tensor.shape[0]) if isinstance(tensor, Tensor) else 1
+
+
+def _next_epoch(trainer: Any) -> int | None:
+    """The epoch after the current one, or None when its loader or the training ends first."""
+    upcoming = int(trainer.fit_loop.epoch_progress.current.processed) + 1
+    if trainer.max_epochs is not None and 0 <= trainer.max_epochs <= upcoming:
+        return None
+    if 0 <= trainer.max_steps <= trainer.global_step + 1:
+        return None
+    return None if trainer.reload_dataloaders_every_n_epochs else upcoming

@@ -1,0 +1,221 @@
+"""Loaders on which all ranks agree: how many batches, how large, and which batch comes next.
+
+In:     this rank's loader, and `exchange`, which gathers one integer of every rank.
+Out:    the same batches, each announced to the strategy by an `Outlook` just before it is yielded.
+
+Ranks of a pipeline need each other in every step, so none may start one that another rank does not
+join. With `ahead` one batch is held back, also across epochs, so that its frozen work can run in
+the bubbles of the step before it.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_dpipe.core.errors import UnsupportedError
+
+log = logging.getLogger(__name__)
+
+_ENDED = -1
+_UNSIZED = -2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """What all ranks know about a batch; `ticket` and `next_ticket` say which batch is which.
+
+    `sizes` are local batch sizes by global rank. Without a next batch the `next_` fields are None.
+    """
+
+    ticket: int
+    sizes: tuple[int, ...]
+    next_ticket: int | None = None
+    next_batch: Any = None
+    next_sizes: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderLinks:
+    """What a loader needs from the strategy.
+
+    `exchange` gathers one integer of every rank, by rank. `num_samples` counts a batch's samples.
+    `announce` receives the outlook of the batch that is yielded next; `clear` is called when an
+    epoch starts. `limit` is the number of batches that the loop takes from one epoch. `next_epoch`
+    is the number of the epoch after this one, or None when training ends here.
+    """
+
+    exchange: Callable[[int], tuple[int, ...]]
+    num_samples: Callable[[Any], int]
+    announce: Callable[[Outlook], None]
+    clear: Callable[[], None]
+    limit: Callable[[], float]
+    next_epoch: Callable[[], int | None] = lambda: None
+
+
+class AgreedLoader:
+    """Wraps a loader of one rank; all other attributes are the wrapped loader's.
+
+    A training loader that ends early on one rank ends on all, with a warning. In evaluation that
+    would silently leave samples out, so unequal ranks are refused there (`strict`).
+    """
+
+    def __init__(
+        self, loader: Any, links: LoaderLinks, *, name: str, ahead: bool, strict: bool
+    ) -> None:
+        self.loader = loader
+        self.links = links
+        self.name = name
+        self.ahead = ahead
+        self.strict = strict
+        self._tickets = 0
+        self._prepared: tuple[int, _Source] | None = None
+        self._state: dict[str, Any] | None = None
+        self._length = self._agree_on_length()
+
+    def __getattr__(self, name: str) -> Any:
+        # `vars` and not `self.loader`: copy and pickle look attributes up before __init__ has run.
+        return getattr(vars(self).get("loader"), name)
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError(f"the {self.name} loader has no length")
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._epoch()
+
+    def _agree_on_length(self) -> int | None:
+        try:
+            mine = len(self.loader)
+        except (TypeError, NotImplementedError):
+            mine = _UNSIZED
+        lengths = self.links.exchange(mine)
+        if min(lengths) < 0:
+            return None
+        if len(set(lengths)) > 1:
+            self._unequal(f"the ranks have {list(lengths)} batches")
+        return min(lengths)
+
+    def _unequal(self, what: str) -> None:
+        advice = "give every rank the same number of batches (a DistributedSampler pads)"
+        if self.strict:
+            raise UnsupportedError(f"{self.name} loader: {what}; {advice}")
+        log.warning("%s loader: %s; all ranks stop at the shortest: %s", self.name, what, advice)
+
+    def _epoch(self) -> Iterator[Any]:
+        self.links.clear()
+        source = self._open()
+        current = source.first if source.first is not None else self._take(source)
+        count = 0
+        while current is not None:
+            count += 1
+            following = self._following(source, count) if self.ahead else None
+            self.links.announce(
+                Outlook(
+                    ticket=current.ticket,
+                    sizes=current.sizes,
+                    next_ticket=following.ticket if following else None,
+                    next_batch=following.batch if following else None,
+                    next_sizes=following.sizes if following else None,
+                )
+            )
+            yield current.batch
+            if self.ahead:
+                current = following if self._prepared is None else None
+            else:
+                current = self._take(source)
+
+    def _open(self) -> "_Source":
+        """Start an epoch: with the iterator made ahead for it, or a new one."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared[0] == self._epoch_of_sampler(prepared[0]):
+            return prepared[1]
+        return _Source(iter(self.loader))
+
+    def _following(self, source: "_Source", count: int) -> "_Batch | None":
+        """Fetch the batch after the current one, from the next epoch when this one ends here."""
+        snapshot = getattr(self.loader, "state_dict", None)
+        self._state = snapshot() if snapshot is not None else None
+        if count < self.links.limit() and (batch := self._take(source)) is not None:
+            return batch
+        epoch = self.links.next_epoch()
+        if epoch is None:
+            return None
+        for sampler in self._samplers():
+            sampler.set_epoch(epoch)
+        upcoming = _Source(iter(self.loader))
+        upcoming.first = self._take(upcoming)
+        self._prepared = (epoch, upcoming)
+        return upcoming.first
+
+    def _take(self, source: "_Source") -> "_Batch | None":
+        """Take one batch on every rank, or none on any."""
+        batch = next(source.iterator, None)
+        mine = _ENDED if batch is None else self.links.num_samples(batch)
+        sizes = self.links.exchange(mine)
+        if min(sizes) > 0:
+            self._tickets += 1
+            return _Batch(ticket=self._tickets, batch=batch, sizes=sizes)
+        if max(sizes) != _ENDED:
+            ended = [rank for rank, size in enumerate(sizes) if size <= 0]
+            self._unequal(f"ranks {ended} have no batch left, the others do")
+        return None
+
+    def _samplers(self) -> list[Any]:
+        """Every sampler that shuffles by epoch."""
+        batch_sampler = getattr(self.loader, "batch_sampler", None)
+        found = (
+            getattr(self.loader, "sampler", None),
+            batch_sampler,
+            getattr(batch_sampler, "sampler", None),
+        )
+        unique = {id(s): s for s in found if callable(getattr(s, "set_epoch", None))}
+        return list(unique.values())
+
+    def _epoch_of_sampler(self, default: int) -> int:
+        """The epoch that Lightning has set, where a sampler knows one."""
+        epochs = [s.epoch for s in self._samplers() if isinstance(getattr(s, "epoch", None), int)]
+        return epochs[0] if epochs else default
+
+
+class StatefulLoader(AgreedLoader):
+    """For a loader with ``state_dict``: its state as of the batch yielded, not of the one held."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """State to resume from after the batch that was yielded last."""
+        state: dict[str, Any] = self.loader.state_dict() if self._state is None else self._state
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Hand a saved state to the loader."""
+        self._prepared = None
+        self.loader.load_state_dict(state)
+
+
+def agreed(
+    loader: Any, links: LoaderLinks, *, name: str, ahead: bool = False, strict: bool = False
+) -> AgreedLoader:
+    """Wrap a loader. Collective: every rank wraps its own loaders in the same order.
+
+    Raises:
+        UnsupportedError: `strict`, and the ranks have different numbers of batches.
+    """
+    stateful = all(hasattr(loader, method) for method in ("state_dict", "load_state_dict"))
+    kind = StatefulLoader if stateful else AgreedLoader
+    return kind(loader, links, name=name, ahead=ahead, strict=strict)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Batch:
+    ticket: int
+    batch: Any
+    sizes: tuple[int, ...]
+
+
+class _Source:
+    """An epoch's iterator, and its first batch when that was fetched ahead."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self.iterator = iterator
+        self.first: _Batch | None = None

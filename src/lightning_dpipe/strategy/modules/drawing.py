@@ -1,0 +1,14 @@
+"""What the shipped modules share when they draw samples."""
+
+import torch
+from torch import Tensor
+
+from lightning_dpipe.objective.draws import normal
+
+
+def starting_noise(
+    seed: int, num_samples: int, shape: tuple[int, ...], device: torch.device
+) -> Tensor:
+    """Unit normal noise ``[num_samples, *shape]``, the same for one seed on every machine."""
+    keys = torch.stack([torch.zeros(num_samples), torch.arange(num_samples)], dim=1).long()
+    return normal(seed, "sample", keys, shape).to(device)

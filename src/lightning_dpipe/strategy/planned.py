@@ -1,0 +1,239 @@
+"""From a module on its device to the plan all ranks agree on, before anything is cut.
+
+In:     a whole DiffusionModule, the world, the batch per device, and what the user fixed.
+Out:    a `Built`: graph, binding, plan and (unless the user gave a plan) the profile behind it.
+
+Every rank measures side by side, so that the times contain the contention of training; rank 0's
+profile makes the plan, which is broadcast.
+"""
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from lightning_dpipe.core.errors import DPipeError, PlanError
+from lightning_dpipe.core.graph import ModelGraph
+from lightning_dpipe.core.jsonio import digest, from_data, load, to_data
+from lightning_dpipe.core.plan import Plan, default_groups
+from lightning_dpipe.core.profile import Profile
+from lightning_dpipe.models.binding import bind
+from lightning_dpipe.models.liveness import trace
+from lightning_dpipe.models.spec import PipelineSpec
+from lightning_dpipe.planning.schedules import build_schedule
+from lightning_dpipe.planning.search import MICROBATCHES_PER_STAGE, make_plan, with_fills
+from lightning_dpipe.profiling.store import default_samples, profile_model
+from lightning_dpipe.runtime.bound import Binding
+from lightning_dpipe.strategy.collectives import HostLink
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What the user fixed; None leaves it to the planner."""
+
+    num_stages: int | None = None
+    num_microbatches: int | None = None
+    schedule: str = "1f1b"
+    plan: Plan | Path | None = None
+    profile: Profile | Path | None = None
+    cuts: tuple[int, ...] | None = None
+    budget_s: float = 60.0
+
+    def check(self, world_size: int) -> None:
+        """Refuse what no model could make right; needs neither model nor messages.
+
+        Raises:
+            PlanError: Stages and world, or plan and world, do not fit.
+            ScheduleError: The schedule is unknown.
+        """
+        if self.plan is None:
+            stages = self.stages(world_size)
+            default_groups(world_size, stages)
+            microbatches = self.num_microbatches or MICROBATCHES_PER_STAGE * stages
+            build_schedule(self.schedule, num_stages=stages, num_microbatches=microbatches)
+            return
+        plan = self.read_plan()
+        if plan.world_size != world_size:
+            raise PlanError(
+                f"the plan is for {plan.world_size} ranks, this run has {world_size}; plan again, "
+                f"or run on {plan.world_size}"
+            )
+
+    def stages(self, world_size: int) -> int:
+        """Devices of one pipeline."""
+        if self.num_stages is not None:
+            return self.num_stages
+        return world_size if self.cuts is None else len(self.cuts) + 1
+
+    def read_plan(self) -> Plan:
+        """The user's plan."""
+        assert self.plan is not None
+        return self.plan if isinstance(self.plan, Plan) else load(Plan, self.plan)
+
+    def read_profile(self) -> Profile | None:
+        """The user's profile, if any."""
+        return load(Profile, self.profile) if isinstance(self.profile, Path) else self.profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Where the model will train."""
+
+    world_size: int
+    batch_size: int
+    device: torch.device
+    precision: str
+    autocast: torch.dtype | None
+    fill: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """A model as planned. `profile` is None when the user gave a plan that needs no fills."""
+
+    graph: ModelGraph
+    binding: Binding
+    plan: Plan
+    profile: Profile | None
+
+
+def build(spec: PipelineSpec, options: PlanOptions, setting: Setting, link: HostLink) -> Built:
+    """Trace, measure and plan. Collective; raises the same error on all ranks.
+
+    Raises:
+        SpecError: The spec is inconsistent.
+        PlanError: The plan does not fit model, batch or world.
+    """
+    error: Exception | None = None
+    try:
+        graph = trace(spec, autocast=setting.autocast)
+        binding = bind(spec, graph)
+        check_batch(options, setting)
+    except DPipeError as caught:
+        error = caught
+    link.raise_together(error)
+    link.compare("the model's graph", digest(graph))
+    profile = None
+    if options.plan is None or (setting.fill and not options.read_plan().fills):
+        profile = _profile(spec, graph, binding, options, setting)
+    box: tuple[object, object] | None = None
+    try:
+        if link.rank == 0:
+            plan = _plan(graph, profile, options, setting)
+            box = (to_data(plan), None if profile is None else to_data(profile))
+    except DPipeError as caught:
+        error = caught
+    link.raise_together(error)
+    box = link.broadcast_object(box)
+    assert box is not None
+    plan = from_data(Plan, box[0])
+    profile = None if box[1] is None else from_data(Profile, box[1])
+    link.compare("the plan", digest(plan))
+    return Built(graph=graph, binding=binding, plan=plan, profile=profile)
+
+
+def refit(built: Built, setting: Setting) -> Built:
+    """The same cut for another run: with or without fills, for another batch size."""
+    plan = replace(built.plan, batch_size=setting.batch_size, fills=())
+    group_batch = plan.batch_size * plan.num_devices
+    plan = replace(plan, num_microbatches=min(plan.num_microbatches, group_batch))
+    if setting.fill and built.profile is not None:
+        plan = with_fills(plan, built.profile)
+    return replace(built, plan=plan)
+
+
+def check_batch(options: PlanOptions, setting: Setting) -> None:
+    """Refuse more micro-batches than a pipeline's batch has samples.
+
+    Raises:
+        PlanError: Both numbers are named.
+    """
+    if options.plan is not None:
+        microbatches, devices = (
+            options.read_plan().num_microbatches,
+            options.read_plan().num_devices,
+        )
+    elif options.num_microbatches is None:
+        return
+    else:
+        microbatches, devices = options.num_microbatches, options.stages(setting.world_size)
+    if not 1 <= microbatches <= setting.batch_size * devices:
+        raise PlanError(
+            f"num_microbatches={microbatches}, but a pipeline's batch has "
+            f"{setting.batch_size * devices} samples ({setting.batch_size} per device x {devices} "
+            "devices); use fewer micro-batches or a larger batch"
+        )
+
+
+def _profile(
+    spec: PipelineSpec,
+    graph: ModelGraph,
+    binding: Binding,
+    options: PlanOptions,
+    setting: Setting,
+) -> Profile:
+    given = options.read_profile()
+    if given is not None:
+        if digest(given.graph) != digest(graph):
+            raise PlanError(
+                f"the profile is of model {digest(given.graph)}, this one is {digest(graph)}; "
+                "measure again"
+            )
+        return given
+    if options.plan is not None:
+        known = options.read_plan()
+        devices, microbatches = known.num_devices, known.num_microbatches
+    else:
+        devices = options.stages(setting.world_size)
+        total = setting.batch_size * devices
+        microbatches = options.num_microbatches or min(MICROBATCHES_PER_STAGE * devices, total)
+    samples = default_samples(
+        graph,
+        batch_size=setting.batch_size,
+        num_devices=devices,
+        num_microbatches=microbatches,
+    )
+    log.info("measuring the model's layers (kept for the next run)")
+    return profile_model(
+        spec,
+        graph,
+        binding,
+        samples=samples,
+        device=setting.device,
+        dtype=setting.precision,
+        autocast=setting.autocast,
+        budget_s=options.budget_s,
+    )
+
+
+def _plan(
+    graph: ModelGraph, profile: Profile | None, options: PlanOptions, setting: Setting
+) -> Plan:
+    """Rank 0's plan."""
+    if options.plan is None:
+        assert profile is not None
+        return make_plan(
+            profile,
+            world_size=setting.world_size,
+            batch_size=setting.batch_size,
+            num_stages=options.num_stages,
+            num_microbatches=options.num_microbatches,
+            schedule=options.schedule,
+            fill=setting.fill,
+            cuts=options.cuts,
+        )
+    plan = options.read_plan()
+    if plan.graph_digest != digest(graph):
+        raise PlanError(
+            f"the plan was made for model {plan.graph_digest}, this one is {digest(graph)}; "
+            "plan again"
+        )
+    if not setting.fill:
+        return replace(plan, fills=(), batch_size=setting.batch_size)
+    if plan.fills and plan.batch_size == setting.batch_size:
+        return plan
+    plan = replace(plan, fills=(), batch_size=setting.batch_size)
+    return plan if profile is None else with_fills(plan, profile)

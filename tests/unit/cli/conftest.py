@@ -1,0 +1,16 @@
+"""Commands run in a folder of their own; variables that they set for child processes are undone."""
+
+from pathlib import Path
+
+import pytest
+
+SET_BY_COMMANDS = ("HYDRA_FULL_ERROR", "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "WANDB_QUIET")
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name in SET_BY_COMMANDS:
+        monkeypatch.setenv(name, "1")

@@ -1,0 +1,125 @@
+import pytest
+
+from lightning_dpipe.core.errors import PlanError, ScheduleError, UnsupportedError
+from lightning_dpipe.core.graph import ComponentGraph, ComponentKind
+from lightning_dpipe.core.jsonio import digest, from_data, to_data
+from lightning_dpipe.core.op import OpKind
+from lightning_dpipe.core.plan import Plan
+from lightning_dpipe.core.profile import Profile
+from lightning_dpipe.planning.search import explain, make_plan, schedule_of
+from synthetic import FrozenChain, model_profile
+
+FROZEN = (FrozenChain(name="text", forward_us=(30, 30)),)
+
+
+def profile(*, feedback: bool = False) -> Profile:
+    return model_profile([100, 100, 100, 100, 50, 50], frozen=FROZEN, feedback=feedback)
+
+
+def test_defaults_are_one_stage_a_rank_and_four_microbatches_a_stage_capped_by_the_batch() -> None:
+    plan = make_plan(profile(), world_size=2, batch_size=16)
+    assert [(s.start, s.stop, s.devices) for s in plan.stages] == [(0, 2, (0,)), (2, 6, (1,))]
+    assert (plan.num_microbatches, plan.schedule) == (8, "1f1b")
+    assert make_plan(profile(), world_size=2, batch_size=3).num_microbatches == 6
+    assert (plan.graph_digest, plan.profile_digest) == (
+        digest(profile().graph),
+        digest(profile()),
+    )
+
+
+def test_global_rank_0_is_the_last_stage_and_replicas_are_consecutive_ranks() -> None:
+    plan = make_plan(profile(), world_size=4, num_stages=2, batch_size=8)
+    assert plan.groups == ((1, 0), (3, 2))
+
+
+def test_a_plan_survives_json_and_is_the_same_every_time() -> None:
+    plan = make_plan(profile(feedback=True), world_size=3, batch_size=8)
+    assert plan.fills
+    assert from_data(Plan, to_data(plan)) == plan
+    assert make_plan(profile(feedback=True), world_size=3, batch_size=8) == plan
+
+
+def test_both_variants_are_filled_when_the_model_feeds_back() -> None:
+    assert {f.self_conditioned for f in make_plan(profile(), world_size=2, batch_size=8).fills} == {
+        False
+    }
+    plan = make_plan(profile(feedback=True), world_size=2, batch_size=8)
+    assert {f.self_conditioned for f in plan.fills} == {False, True}
+    kinds = {op.kind for o in schedule_of(plan, self_conditioned=True).orders for op in o}
+    assert kinds == {OpKind.S, OpKind.F, OpKind.B}
+
+
+def test_fill_can_be_switched_off() -> None:
+    assert make_plan(profile(), world_size=2, batch_size=8, fill=False).fills == ()
+
+
+def test_explicit_cuts_are_taken_and_give_the_number_of_stages() -> None:
+    plan = make_plan(profile(), world_size=6, batch_size=8, cuts=(1, 2))
+    assert [(s.start, s.stop) for s in plan.stages] == [(0, 1), (1, 2), (2, 6)]
+    assert len(plan.groups) == 2
+
+
+@pytest.mark.parametrize("cuts", [(0, 3), (3, 3), (4, 2), (3, 6), (3,)])
+def test_cuts_that_leave_a_stage_empty_or_do_not_fit_are_refused(cuts: tuple[int, ...]) -> None:
+    with pytest.raises(PlanError, match=r"do not cut 6 layers into 3 stages"):
+        make_plan(profile(), world_size=3, num_stages=3, batch_size=8, cuts=cuts)
+
+
+def test_a_world_that_the_stages_do_not_divide_is_refused_with_both_numbers() -> None:
+    with pytest.raises(PlanError, match=r"5 ranks cannot form pipelines of 2 devices"):
+        make_plan(profile(), world_size=5, num_stages=2, batch_size=8)
+
+
+def test_more_stages_than_layers_are_refused_with_both_numbers() -> None:
+    with pytest.raises(PlanError, match=r"7 stages cannot be cut from the 6 layers"):
+        make_plan(profile(), world_size=7, batch_size=8)
+
+
+@pytest.mark.parametrize("num_microbatches", [9, 0])
+def test_a_batch_smaller_than_the_microbatches_is_refused_with_both_numbers(
+    num_microbatches: int,
+) -> None:
+    with pytest.raises(
+        PlanError,
+        match=rf"num_microbatches={num_microbatches} for a pipeline's batch of 8 samples",
+    ):
+        make_plan(profile(), world_size=2, batch_size=4, num_microbatches=num_microbatches)
+
+
+@pytest.mark.parametrize("fill", [False, True])
+def test_an_unknown_schedule_is_refused(fill: bool) -> None:
+    with pytest.raises(ScheduleError, match=r"unknown schedule 'zb'"):
+        make_plan(profile(), world_size=2, batch_size=4, schedule="zb", fill=fill)
+
+
+def test_several_backbones_are_refused_by_name() -> None:
+    base = profile()
+    extra = ComponentGraph(
+        name="second", kind=ComponentKind.BACKBONE, layers=base.graph.component("net").layers
+    )
+    graph = type(base.graph)(
+        values=base.graph.values,
+        inputs=base.graph.inputs,
+        components=(*base.graph.components, extra),
+        losses=base.graph.losses,
+    )
+    both = Profile(
+        graph=graph,
+        costs=base.costs,
+        p2p=base.p2p,
+        allreduce=base.allreduce,
+        device=base.device,
+        dtype=base.dtype,
+    )
+    with pytest.raises(UnsupportedError, match=r"2 backbones \(net, second\)"):
+        make_plan(both, world_size=2, batch_size=4)
+
+
+def test_explain_names_stages_times_and_the_prediction() -> None:
+    text = explain(make_plan(profile(), world_size=2, batch_size=16), profile())
+    lines = text.splitlines()
+    # (100 + 100) us x 4 samples; (100 + 100 + 50 + 50) us x 4 samples; 4096 bytes a layer.
+    assert lines[1].split() == ["0", "0:2", "0.80", "ms", "1.60", "ms", "0.01", "MB", "0"]
+    assert lines[2].split() == ["1", "2:6", "1.20", "ms", "2.40", "ms", "0.02", "MB", "1"]
+    assert "8 micro-batches of 4 samples, global batch 32" in text
+    assert "lower bound" in text

@@ -1,0 +1,43 @@
+"""Calibration: a profile corrected by a timeline predicts that timeline."""
+
+from dataclasses import replace
+
+from lightning_dpipe.core.profile import ComponentCost, Profile
+from lightning_dpipe.planning.search import make_plan, schedule_of
+from lightning_dpipe.profiling.calibrate import calibrate
+from lightning_dpipe.simulation.simulate import simulate
+from synthetic import FrozenChain, model_profile
+
+
+def example() -> Profile:
+    text = FrozenChain(name="text", forward_us=(40, 60, 30))
+    return model_profile((100, 120, 90, 110), frozen=(text,))
+
+
+def slowed(cost: ComponentCost, forward: int, backward: int) -> ComponentCost:
+    layers = tuple(
+        replace(
+            layer,
+            forward_us=tuple(forward * x for x in layer.forward_us),
+            backward_us=tuple(backward * x for x in layer.backward_us),
+            input_grad_us=tuple(backward * x for x in layer.input_grad_us),
+        )
+        for layer in cost.layers
+    )
+    return replace(cost, layers=layers)
+
+
+def test_a_device_that_is_slower_than_profiled_is_learnt_from_one_timeline() -> None:
+    profile = example()
+    plan = make_plan(profile, world_size=2, batch_size=8, num_microbatches=4)
+    real = replace(profile, costs=tuple(slowed(c, 2, 3) for c in profile.costs))
+    measured = simulate(plan, schedule_of(plan), real)
+    learnt = calibrate(profile, plan, [measured])
+    again = simulate(plan, schedule_of(plan), learnt)
+    assert abs(again.end_us - measured.end_us) <= 0.001 * measured.end_us
+
+
+def test_what_did_not_run_keeps_its_times() -> None:
+    profile = example()
+    plan = make_plan(profile, world_size=2, batch_size=8, num_microbatches=4)
+    assert calibrate(profile, plan, []) == profile
