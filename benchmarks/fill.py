@@ -31,7 +31,8 @@ from lightning_dpipe.core.timeline import Activity, Timeline
 from lightning_dpipe.models.binding import bind
 from lightning_dpipe.models.liveness import trace
 from lightning_dpipe.models.spec import PipelineSpec
-from lightning_dpipe.planning.search import make_plan, schedule_of
+from lightning_dpipe.planning.schedules.of_plan import schedule_of
+from lightning_dpipe.planning.search import make_plan
 from lightning_dpipe.profiling.calibrate import calibrate
 from lightning_dpipe.profiling.links import measure_links
 from lightning_dpipe.profiling.store import default_samples, profile_model

@@ -4,7 +4,7 @@ It knows layers by name only: no graph, no values, no program. Encoders run on e
 that the plan prescribes, since a library kernel's result may depend on the batch it is given.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,9 +15,11 @@ from lightning_dpipe.models.spec import FrozenComponent, PipelineSpec
 Source = tuple[str, int, str]
 
 
-def _sources(spec: PipelineSpec) -> tuple[dict[tuple[str, int], list[Source]], dict[str, Source]]:
+def _sources(
+    spec: PipelineSpec, fields: Iterable[str]
+) -> tuple[dict[tuple[str, int], list[Source]], dict[str, Source]]:
     """Where each frozen layer's reads come from, and the last writer of each name."""
-    last: dict[str, Source] = {name: ("", 0, name) for name in spec.inputs}
+    last: dict[str, Source] = {name: ("", 0, name) for name in fields}
     reads: dict[tuple[str, int], list[Source]] = {}
     waiting = list(spec.frozen)
     while waiting:
@@ -49,7 +51,7 @@ def encode(
     spec: PipelineSpec, fields: Mapping[str, Tensor], fills: Sequence[Fill]
 ) -> dict[str, Tensor]:
     """Run the frozen components slice by slice; returns every named tensor of the local batch."""
-    reads, last = _sources(spec)
+    reads, last = _sources(spec, fields)
     rows = len(next(iter(fields.values())))
     store: dict[Source, Tensor] = {("", 0, name): t for name, t in fields.items()}
     layers = {c.name: c.layers for c in spec.frozen}

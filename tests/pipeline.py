@@ -14,7 +14,7 @@ from lightning_dpipe.core.plan import Fill, Plan, Stage, default_groups
 from lightning_dpipe.models.binding import bind
 from lightning_dpipe.models.liveness import trace
 from lightning_dpipe.models.spec import PipelineSpec
-from lightning_dpipe.runtime.reduce import Reducer, ThreadReducer, ThreadReduction
+from lightning_dpipe.runtime.reduce import Reducer, ThreadReduction
 from lightning_dpipe.runtime.threads import ThreadHub
 from lightning_dpipe.strategy.assemble import PipelineSession
 from ranks import run_threads
@@ -28,18 +28,25 @@ def make_plan(
     batch_size: int,
     schedule: str = "1f1b",
     groups: int = 1,
+    replicas: Sequence[int] | None = None,
     fills: tuple[Fill, ...] = (),
 ) -> Plan:
-    """A plan with explicit cuts: stage i holds layers ``[cuts[i-1], cuts[i])``."""
+    """A plan with explicit cuts: stage i holds layers ``[cuts[i-1], cuts[i])``.
+
+    ``replicas[i]`` devices of a group share stage i.
+    """
     backbone = graph.backbones[0]
     borders = [0, *cuts, len(backbone.layers)]
     num_stages = len(borders) - 1
+    counts = replicas or (1,) * num_stages
+    homes = [tuple(range(sum(counts[:i]), sum(counts[: i + 1]))) for i in range(num_stages)]
+    num_devices = sum(counts)
     return Plan(
         graph_digest=digest(graph),
         profile_digest="test",
-        groups=default_groups(num_stages * groups, num_stages),
+        groups=default_groups(num_devices * groups, num_devices),
         stages=tuple(
-            Stage(backbone=backbone.name, start=borders[i], stop=borders[i + 1], devices=(i,))
+            Stage(backbone=backbone.name, start=borders[i], stop=borders[i + 1], devices=homes[i])
             for i in range(num_stages)
         ),
         num_microbatches=num_microbatches,
@@ -59,10 +66,14 @@ class RankOutcome:
 
 
 def open_session(
-    spec: PipelineSpec, plan: Plan, rank: int, hub: ThreadHub, reducer: Reducer | None
+    spec: PipelineSpec,
+    graph: ModelGraph,
+    plan: Plan,
+    rank: int,
+    hub: ThreadHub,
+    reducer: Reducer | None,
 ) -> PipelineSession:
     """A session of one rank over threads."""
-    graph = trace(spec)
     return PipelineSession(
         graph=graph,
         binding=bind(spec, graph),
@@ -90,14 +101,19 @@ def run_pipeline(
     hub = ThreadHub(world)
     outcomes: list[Any] = [None] * world
     base = make_spec()
-    reductions = [ThreadReduction(hub, len(plan.groups)) for _ in range(plan.num_devices)]
+    graph = trace(base)
+    reducers = {
+        rank: reduction.reducer(i)
+        for ranks in plan.replica_sets
+        if len(ranks) > 1
+        for reduction in [ThreadReduction(hub, len(ranks))]
+        for i, rank in enumerate(ranks)
+    }
 
     def work(rank: int) -> None:
         spec = copy.deepcopy(base)
-        group, position = plan.locate(rank)
-        replicated = len(plan.groups) > 1
-        reducer = ThreadReducer(reductions[position], group) if replicated else None
-        session = open_session(spec, plan, rank, hub, reducer)
+        group, _ = plan.locate(rank)
+        session = open_session(spec, graph, plan, rank, hub, reducers.get(rank))
         parameters = [p for s in session.stages.values() for p in s.parameters]
         outcome = outcomes[rank] = RankOutcome([], spec, parameters)
         ranks = plan.groups[group]

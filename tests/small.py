@@ -1,5 +1,6 @@
 """Small real models with everything that makes pipelines hard: skips, aliases, side inputs."""
 
+import random
 from collections.abc import Sequence
 
 import torch
@@ -122,3 +123,52 @@ def small_batch(rows: int, seed: int) -> dict[str, Tensor]:
     return {
         name: torch.randn(rows, WIDTH, generator=generator) for name in ("tokens", "image", "time")
     }
+
+
+class Mixer(nn.Module):
+    """Any number of inputs to one output; frozen or trained, with or without an alias."""
+
+    def __init__(self, num_inputs: int, *, alias: bool, trained: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH * num_inputs, WIDTH).requires_grad_(trained)
+        self.alias = alias
+
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        out = torch.tanh(self.linear(torch.cat(inputs, dim=1)))
+        return (out, out) if self.alias else out
+
+
+def random_model(seed: int) -> PipelineSpec:
+    """A random chain: skips of any length, conditioning read anywhere, aliases, frozen layers."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    layers: list[Layer] = []
+    known = ["h"]  # graph state that a later layer may read
+    for i in range(draw.randint(3, 9)):
+        reads = ["h" if i else "noisy"]
+        reads += draw.sample(known[1:], min(len(known) - 1, draw.randint(0, 2)))
+        reads += draw.sample(["context", "time", "noisy"], draw.randint(0, 2))
+        alias = draw.random() < 0.4
+        trained = i == 0 or draw.random() < 0.75
+        layers.append(
+            Layer(
+                name=f"layer{i}",
+                module=Mixer(len(dict.fromkeys(reads)), alias=alias, trained=trained),
+                reads=tuple(dict.fromkeys(reads)),
+                writes=("h", f"s{i}") if alias else ("h",),
+            )
+        )
+        known += [f"s{i}"] if alias else []
+    text = Layer(name="text", module=Scale(), reads=("tokens",), writes=("t",))
+    last = Layer(name="project", module=Scale(), reads=("t",), writes=("context",))
+    noise = Layer(name="mix", module=Add(), reads=("image", "context"), writes=("noisy", "target"))
+    field = Field(shape=(WIDTH,))
+    return PipelineSpec(
+        inputs={"tokens": field, "image": field, "time": field},
+        frozen=(
+            FrozenComponent(name="text", layers=(text, last)),
+            FrozenComponent(name="noise", layers=(noise,)),
+        ),
+        backbones=(Backbone(name="net", layers=tuple(layers)),),
+        loss=Loss(fn=_per_sample, reads=("h", "target")),
+    )

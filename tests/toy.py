@@ -92,7 +92,9 @@ class Toy(DiffusionModule):
                 nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH)
             )
             self.time = nn.Linear(1, WIDTH)
-            self.entry = Mix(WIDTH) if self.hparams["self_conditioning"] else nn.Linear(WIDTH, WIDTH)
+            self.entry = (
+                Mix(WIDTH) if self.hparams["self_conditioning"] else nn.Linear(WIDTH, WIDTH)
+            )
             self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(self.hparams["blocks"]))
             self.join = Join(WIDTH)
 

@@ -15,7 +15,7 @@ from lightning_dpipe.version import __version__
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A subcommand: the module with its ``run(config, flags)``, and the flags it adds to Hydra's."""
+    """A subcommand: a module with ``run(config, flags)``, and the flags it adds to Hydra's."""
 
     name: str
     help: str

@@ -36,6 +36,7 @@ def run_app(
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let exceptions through: `_report` prints them
     program = sys.argv[0]
+    codes: dict[int, int] = {}  # of failures printed already, by identity
 
     def job(config: DictConfig) -> Any:
         sys.argv = [program, *prefix, *arguments]
@@ -43,7 +44,8 @@ def run_app(
             return task(config)
         except Exception as error:
             if HydraConfig.get().mode is RunMode.MULTIRUN:
-                _report(error)  # Hydra keeps it till the sweep's last job is done
+                # Hydra keeps it till the sweep's last job is done, and then raises the first one.
+                codes[id(error)] = _report(error)
             raise
 
     before = sys.argv
@@ -51,7 +53,7 @@ def run_app(
     try:
         hydra.main(config_path=str(config_dir()), config_name="config", version_base="1.3")(job)()
     except Exception as error:
-        return _report(error)
+        return codes[id(error)] if id(error) in codes else _report(error)
     finally:
         sys.argv = before
     return 0

@@ -1,4 +1,4 @@
-"""A console that people can read: each message once, from rank 0, without what is known and fine."""
+"""A console that people can read: each message once, from rank 0, without what is expected."""
 
 import logging
 import os

@@ -46,7 +46,8 @@ def build_logger(config: DictConfig) -> Logger | None:
 
 def loggable(config: DictConfig) -> dict[str, Any]:
     """The whole resolved config, with the value of anything that is named like a secret hidden."""
-    return _redacted(OmegaConf.to_container(config, resolve=True))
+    found: dict[str, Any] = _redacted(OmegaConf.to_container(config, resolve=True))
+    return found
 
 
 def _redacted(node: Any) -> Any:
@@ -66,7 +67,7 @@ def _is_secret(key: str) -> bool:
 
 @contextmanager
 def finished_run() -> Iterator[None]:
-    """End the W&B run with the job, marked failed when it raises: a sweep's jobs must not share it."""
+    """End the W&B run with the job, marked failed if it raises: jobs must not share one."""
     import wandb
 
     try:

@@ -1,4 +1,4 @@
-"""One training step in one process, said as plainly as possible: what ``dpipe verify`` compares with.
+"""One training step in one process, as plainly as possible: what ``dpipe verify`` compares with.
 
 In:     a bound model, a plan, each rank's fields.
 Out:    the loss; gradients in the parameters.
@@ -44,7 +44,9 @@ def accumulate_step(
     loss_sum = 0.0
     for ranks in plan.groups:
         encoded = {
-            rank: encode(binding, graph, fields[rank], _slices(plan, graph, device, self_conditioned))
+            rank: encode(
+                binding, graph, fields[rank], _slices(plan, graph, device, self_conditioned)
+            )
             for device, rank in enumerate(ranks)
         }
         pieces = {v: t.tensor_split(plan.num_microbatches) for v, t in joint(encoded).items()}
@@ -79,9 +81,7 @@ def joint(by_rank: Mapping[int, Values]) -> Values:
     return {v: torch.stack([parts[r][v][i] for r, i in order]) for v in parts[0]}
 
 
-def _slices(
-    plan: Plan, graph: ModelGraph, device: int, self_conditioned: bool
-) -> Sequence[Fill]:
+def _slices(plan: Plan, graph: ModelGraph, device: int, self_conditioned: bool) -> Sequence[Fill]:
     """How a device encodes a batch ahead: as the plan says, or all of it at once."""
     own = [f for f in plan.fills if f.device == device and f.self_conditioned == self_conditioned]
     return own or [

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_dpipe.cli.paths import recipe_names
 from lightning_dpipe.core.errors import DPipeError
 from lightning_dpipe.strategy.module import DiffusionModule
+from lightning_dpipe.strategy.strategy import DiffusionPipeStrategy
 
 
 def build_module(config: DictConfig) -> DiffusionModule:
@@ -34,6 +35,19 @@ def build_data(config: DictConfig) -> Any:
         DPipeError: No data is chosen.
     """
     return _build(config, "data")
+
+
+def build_strategy(config: DictConfig) -> Any:
+    """Instantiate ``config.strategy``, and refuse a world it cannot use before ranks are started.
+
+    Raises:
+        PlanError: Stages and world do not fit.
+        ScheduleError: The schedule is unknown.
+    """
+    strategy = instantiate(config.strategy)
+    if isinstance(strategy, DiffusionPipeStrategy):
+        strategy.options.check(num_devices(config) * config.trainer.num_nodes)
+    return strategy
 
 
 def _build(config: DictConfig, group: str) -> Any:

@@ -1,4 +1,4 @@
-"""Plan a config's model in this process, without a Trainer: what ``plan`` and ``verify`` start from.
+"""Plan a config's model in this process, without a Trainer: the start of ``plan`` and ``verify``.
 
 In: a composed config. Out: the module, its data and the plan that training on ``trainer.devices``
 ranks would use, whether or not this machine has as many.
@@ -9,11 +9,16 @@ from typing import Any
 
 import lightning as L
 import torch
-from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from lightning_dpipe.cli.console import configure_console
-from lightning_dpipe.cli.parts import build_data, build_module, num_devices, one_thread_per_rank
+from lightning_dpipe.cli.parts import (
+    build_data,
+    build_module,
+    build_strategy,
+    num_devices,
+    one_thread_per_rank,
+)
 from lightning_dpipe.core.errors import DPipeError
 from lightning_dpipe.strategy.callbacks.bubble_fill import BubbleFill
 from lightning_dpipe.strategy.collectives import HostLink
@@ -42,13 +47,12 @@ def plan_config(config: DictConfig) -> Planned:
     """
     configure_console()
     one_thread_per_rank(config)
-    strategy = instantiate(config.strategy)
+    strategy = build_strategy(config)
     if not isinstance(strategy, DiffusionPipeStrategy):
         raise DPipeError(
             f"strategy {type(strategy).__name__} has no plan; use strategy=diffusionpipe"
         )
     world_size = num_devices(config) * config.trainer.num_nodes
-    strategy.options.check(world_size)
     L.seed_everything(config.seed, workers=True, verbose=False)
     module, data = build_module(config), build_data(config)
     data.prepare_data()

@@ -135,12 +135,14 @@ class RunSummary(Callback):
 
 def _ranks(drawn: Drawn) -> str:
     """How near each sample came: the place of the asked image among all real ones."""
-    first = sum(rank == 1 for rank in drawn.ranks)
-    each = ", ".join(f"{c} {r}" for c, r in zip(drawn.captions, drawn.ranks, strict=True))
-    return (
-        f"the asked image is the nearest of {drawn.num_references} to {first} of "
-        f"{len(drawn.ranks)} samples; places: {each}"
+    text = (
+        f"for {drawn.hits} of {len(drawn.captions)} samples the nearest of {drawn.num_references} "
+        "real images is what was asked"
     )
+    if drawn.ranks:
+        each = zip(drawn.captions, drawn.ranks, strict=True)
+        text += "; places: " + ", ".join(f"{caption} {rank}" for caption, rank in each)
+    return text
 
 
 def _predicted(trainer: Any) -> tuple[Timeline, Timeline] | None:

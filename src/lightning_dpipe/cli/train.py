@@ -15,7 +15,12 @@ from omegaconf import DictConfig
 import lightning_dpipe
 from lightning_dpipe.cli.console import configure_console
 from lightning_dpipe.cli.logger import build_logger, finished_run, loggable
-from lightning_dpipe.cli.parts import build_data, build_module, one_thread_per_rank
+from lightning_dpipe.cli.parts import (
+    build_data,
+    build_module,
+    build_strategy,
+    one_thread_per_rank,
+)
 from lightning_dpipe.cli.summary import RunSummary
 from lightning_dpipe.core.errors import DPipeError
 
@@ -32,9 +37,10 @@ def run(config: DictConfig, flags: Sequence[str] = ()) -> float | None:
     configure_console()
     one_thread_per_rank(config)
     L.seed_everything(config.seed, workers=True, verbose=False)
+    strategy = build_strategy(config)
     module, data = build_module(config), build_data(config)
     with finished_run():
-        trainer = build_trainer(config)
+        trainer = build_trainer(config, strategy)
         if trainer.logger is not None:
             trainer.logger.log_hyperparams(
                 {**loggable(config), "lightning_dpipe": lightning_dpipe.__version__}
@@ -43,13 +49,13 @@ def run(config: DictConfig, flags: Sequence[str] = ()) -> float | None:
     return _metric(trainer, config.optimized_metric)
 
 
-def build_trainer(config: DictConfig) -> L.Trainer:
+def build_trainer(config: DictConfig, strategy: Any) -> L.Trainer:
     """Trainer with strategy, callbacks and logger."""
     callbacks = [instantiate(c) for c in (config.get("callbacks") or {}).values() if c]
     folder = HydraConfig.get().runtime.output_dir
     trainer: L.Trainer = instantiate(
         config.trainer,
-        strategy=instantiate(config.strategy),
+        strategy=strategy,
         callbacks=[*callbacks, RunSummary(folder)],
         logger=build_logger(config) or False,
     )

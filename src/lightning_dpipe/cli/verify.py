@@ -152,9 +152,7 @@ def _difference(name: str, a: Tensor | None, b: Tensor | None) -> Difference:
     relative = 0.0 if identical else float(apart.norm()) / norm if norm else math.inf
     if math.isnan(relative):
         relative = math.inf  # NaN on one side must not pass for small
-    return Difference(
-        name=name, relative=relative, largest=float(apart.max()), identical=identical
-    )
+    return Difference(name=name, relative=relative, largest=float(apart.max()), identical=identical)
 
 
 def table(comparison: Comparison) -> str:

@@ -21,6 +21,10 @@ class ScheduleError(PlanError):
     """A schedule is unknown, illegal or would deadlock."""
 
 
+class ClusterError(DPipeError):
+    """A cluster file lacks a figure, or has one that cannot be."""
+
+
 class DataError(DPipeError):
     """A data file, caption or batch field is missing or unusable."""
 

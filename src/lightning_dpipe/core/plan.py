@@ -89,6 +89,15 @@ class Plan:
                 return group, ranks.index(rank)
         raise PlanError(f"rank {rank} is not in the plan's world of {self.world_size} ranks")
 
+    @property
+    def replica_sets(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that hold the same stages and so sum their gradients, each rank in one set."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for ranks in self.groups:
+            for device, rank in enumerate(ranks):
+                found.setdefault(self.stages_on(device), []).append(rank)
+        return tuple(map(tuple, found.values()))
+
     def stages_on(self, device: int) -> tuple[int, ...]:
         """Indices of the stages that live on a device."""
         return tuple(i for i, stage in enumerate(self.stages) if device in stage.devices)

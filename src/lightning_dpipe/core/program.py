@@ -61,16 +61,21 @@ class BufferSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PostRecv:
-    """Start receiving `message` into the buffer of `slot`."""
+    """Start receiving `message` into rows ``[first, last)`` of the buffer of `slot`.
+
+    A micro-batch whose rows come from several replicas is received in pieces, one post each.
+    """
 
     message: Message
     slot: int
     buffer: int
+    first: int
+    last: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitRecv:
-    """Wait until `slot` has arrived."""
+    """Wait until message `tag`, all or a piece of `slot`, has arrived."""
 
     slot: int
     tag: str
@@ -78,10 +83,15 @@ class WaitRecv:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Send:
-    """Start sending `slot`; the engine keeps it alive and waits for it at the end of the step."""
+    """Start sending rows ``[first, last)`` of `slot`.
+
+    The engine keeps the tensor alive and waits for the send at the end of the step.
+    """
 
     message: Message
     slot: int
+    first: int
+    last: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

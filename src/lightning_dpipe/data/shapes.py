@@ -25,7 +25,7 @@ COLOURS = {
 SHAPES = ("circle", "square", "diamond", "cross")
 WORDS = ("[pad]", "[start]", "[end]", *COLOURS, *SHAPES)
 NUM_TOKENS = 4
-_RADII = (0.45, 0.55, 0.65, 0.75)
+_RADII = (0.4, 0.54, 0.68, 0.82)
 _SHIFTS = (-0.15, 0.0, 0.15)
 
 

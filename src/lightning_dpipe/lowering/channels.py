@@ -4,6 +4,8 @@ Process groups are created collectively and before the first step, so the list m
 rank, a batch shape or a variant.
 """
 
+from itertools import product
+
 from lightning_dpipe.core.crossings import crossings, stage_reads
 from lightning_dpipe.core.graph import ModelGraph
 from lightning_dpipe.core.plan import Plan
@@ -13,23 +15,27 @@ from lightning_dpipe.core.program import Channel, Lane
 def plan_channels(plan: Plan, graph: ModelGraph) -> tuple[Channel, ...]:
     """Directed edges of all groups, sorted."""
     edges: set[tuple[int, int, Lane]] = set()
-    home = [stage.devices[0] for stage in plan.stages]
+
+    def join(source: int, target: int) -> None:
+        homes = (plan.stages[source].devices, plan.stages[target].devices)
+        edges.update((a, b, Lane.PIPELINE) for a, b in product(*homes))
+
     for crossing in crossings(graph, plan.stages):
         for reader in crossing.readers:
-            edges.add((home[crossing.writer], home[reader], Lane.PIPELINE))
+            join(crossing.writer, reader)
         if graph.values[crossing.value].requires_grad:
             for source, target in crossing.gradient_hops:
-                edges.add((home[source], home[target], Lane.PIPELINE))
+                join(source, target)
     sides = set(graph.side_inputs)
     for index in range(len(plan.stages)):
         reads = stage_reads(graph, plan.stages, index)
         if graph.feedback is not None and graph.feedback.writes in reads:
             for other in range(len(plan.stages)):
                 if plan.stages[other].backbone == graph.feedback.backbone:
-                    edges.add((home[other], home[index], Lane.PIPELINE))
+                    join(other, index)
         if sides.intersection(reads):
-            for device in range(plan.num_devices):
-                edges.add((device, home[index], Lane.ROWS))
+            every = range(plan.num_devices)
+            edges.update((a, b, Lane.ROWS) for a, b in product(every, plan.stages[index].devices))
     found = [
         Channel(source=group[source], target=group[target], lane=lane)
         for group in plan.groups

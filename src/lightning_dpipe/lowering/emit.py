@@ -4,100 +4,37 @@ Receives are only noted here (`Need`): their place and order depend on the sende
 `receive` knows once every device has been emitted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
 
-from lightning_dpipe.core.crossings import Crossing, crossings, loss_stage, stage_reads
-from lightning_dpipe.core.graph import ModelGraph
+from lightning_dpipe.core.crossings import loss_stage
 from lightning_dpipe.core.op import Op, OpKind
-from lightning_dpipe.core.plan import Plan, Stage
+from lightning_dpipe.core.plan import Stage
 from lightning_dpipe.core.program import (
     Backward,
     BufferSpec,
-    Channel,
     Forward,
     Gather,
     Instruction,
-    Lane,
     Message,
     Reduce,
     Send,
-    StepShape,
     WaitRecv,
     Zeros,
 )
-from lightning_dpipe.core.schedule import Schedule
+from lightning_dpipe.lowering.context import Lowering
 from lightning_dpipe.lowering.encode import EncodeEmitter
-from lightning_dpipe.lowering.rows import BatchLayout
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lowering:
-    """Everything the passes share."""
-
-    plan: Plan
-    schedule: Schedule
-    graph: ModelGraph
-    shape: StepShape
-    ranks: tuple[int, ...]
-    layout: BatchLayout
-
-    @cached_property
-    def orders(self) -> tuple[tuple[Op, ...], ...]:
-        """The ops each device runs: all in training, else the forwards."""
-        if self.shape.training:
-            return self.schedule.orders
-        return tuple(
-            tuple(op for op in order if op.kind is OpKind.F) for order in self.schedule.orders
-        )
-
-    @cached_property
-    def crossings(self) -> tuple[Crossing, ...]:
-        """Values that leave their stage."""
-        return crossings(self.graph, self.plan.stages)
-
-    @cached_property
-    def reads(self) -> tuple[tuple[int, ...], ...]:
-        """Values each stage reads from outside itself."""
-        stages = self.plan.stages
-        return tuple(stage_reads(self.graph, stages, i) for i in range(len(stages)))
-
-    def device_of(self, stage: int) -> int:
-        """The device a stage lives on."""
-        return self.plan.stages[stage].devices[0]
-
-    def channel(self, source: int, target: int, lane: Lane) -> Channel:
-        """Directed edge between two devices of the group."""
-        return Channel(source=self.ranks[source], target=self.ranks[target], lane=lane)
-
-    def message(self, source: int, target: int, value: int, microbatch: int, tag: str) -> Message:
-        """A pipeline message that carries `value` of one micro-batch."""
-        spec = self.buffer(value, self.layout.rows(microbatch))
-        channel = self.channel(source, target, Lane.PIPELINE)
-        return Message(channel=channel, tag=tag, shape=spec.shape, dtype=spec.dtype)
-
-    def buffer(self, value: int, rows: int) -> BufferSpec:
-        """Buffer for `rows` samples of a value."""
-        known = self.graph.values[value]
-        return BufferSpec(shape=(rows, *known.shape), dtype=known.dtype)
-
-    def readers_on(self, device: int, value: int) -> tuple[int, ...]:
-        """Stages on a device that read a value."""
-        return tuple(s for s in self.plan.stages_on(device) if value in self.reads[s])
-
-    def needs_rows(self, device: int, value: int) -> bool:
-        """Whether any stage on a device reads a side input."""
-        return bool(self.readers_on(device, value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """`slot` is to be received as `message` before step `step` runs."""
+    """Rows ``[first, last)`` of `slot` are to be received as `message` before step `step` runs."""
 
     message: Message
     slot: int
     step: int
+    first: int
+    last: int
 
 
 @dataclass(slots=True)
@@ -147,7 +84,7 @@ class DeviceEmitter:
             step = Step(op)
             self.steps.append(step)
             step.instructions += self._op(op)
-            if last_backward.get(op.stage) == op and low.shape.reduce and len(low.plan.groups) > 1:
+            if last_backward.get(op.stage) == op and self._reduces(op.stage):
                 step.instructions.append(Reduce(stage=op.stage))
             step.instructions += encode.after(num_before + 1)
         return Emitted(
@@ -158,6 +95,10 @@ class DeviceEmitter:
             holds=self.holds,
             pinned=frozenset(self.pinned),
         )
+
+    def _reduces(self, stage: int) -> bool:
+        replicas = len(self.low.plan.groups) * len(self.low.devices_of(stage))
+        return self.low.shape.reduce and replicas > 1
 
     def _op(self, op: Op) -> list[Instruction]:
         if op.kind is OpKind.B:
@@ -181,6 +122,7 @@ class DeviceEmitter:
         training = op.kind is OpKind.F and low.shape.training
         if training:
             self.holds[Op(op.stage, OpKind.B, m)] = tuple(slot for _, slot in reads)
+        first, last = low.share(self.device, m)
         work = Forward(
             op=op,
             reads=reads,
@@ -188,16 +130,17 @@ class DeviceEmitter:
             training=training,
             loss=is_last and op.kind is OpKind.F,
             feedback=feedback,
-            first_row=low.layout.bounds[m],
-            rows=low.layout.rows(m),
+            first_row=low.layout.bounds[m] + first,
+            rows=last - first,
         )
         after: list[Instruction] = []
         for crossing, (_, slot) in zip(leaving, writes, strict=True):
-            self._send_to_readers(op.kind, crossing.value, crossing.readers, m, slot, after)
+            targets = dict.fromkeys(d for s in crossing.readers for d in low.devices_of(s))
+            after += self._sends(targets, crossing.value, m, slot, _tag(op.kind, crossing.value, m))
         if feedback is not None and low.graph.feedback is not None:
             value = low.graph.feedback.writes
-            readers = tuple(s for d in range(len(low.ranks)) for s in low.readers_on(d, value))
-            self._send_to_readers("feedback", value, readers, m, feedback, after)
+            targets = dict.fromkeys(d for d in range(len(low.ranks)) if low.readers_on(d, value))
+            after += self._sends(targets, value, m, feedback, _tag("feedback", value, m))
         return [*before, work, *after]
 
     def _feedback_slot(self, op: Op, stage: Stage) -> int | None:
@@ -206,60 +149,68 @@ class DeviceEmitter:
             return None
         return self._slot("feedback", node.writes, op.microbatch)
 
-    def _send_to_readers(
-        self,
-        kind: object,
-        value: int,
-        readers: Sequence[int],
-        microbatch: int,
-        slot: int,
-        out: list[Instruction],
-    ) -> None:
-        targets = dict.fromkeys(self.low.device_of(stage) for stage in readers)
+    def _sends(
+        self, targets: Iterable[int], value: int, microbatch: int, slot: int, tag: str
+    ) -> list[Instruction]:
+        """Send to each other device the rows it shares with this one."""
+        low, out = self.low, list[Instruction]()
+        start, _ = low.share(self.device, microbatch)
         for target in targets:
-            if target != self.device:
-                tag = _tag(kind, value, microbatch)
-                message = self.low.message(self.device, target, value, microbatch, tag)
-                out.append(Send(message=message, slot=slot))
+            rows = low.common(self.device, target, microbatch)
+            if target != self.device and rows is not None:
+                message = low.message(self.device, target, value, rows, tag)
+                first, last = rows[0] - start, rows[1] - start
+                out.append(Send(message=message, slot=slot, first=first, last=last))
+        return out
 
     def _read(self, op: Op, value: int, out: list[Instruction]) -> int:
-        graph = self.low.graph
+        low, graph, m = self.low, self.low.graph, op.microbatch
         if value in graph.graph_state:
-            component, layer = graph.writers[value]
-            writer = next(
-                i
-                for i, s in enumerate(self.low.plan.stages)
-                if s.backbone == component and s.start <= layer < s.stop
-            )
-            return self._arrive(op.kind, value, op.microbatch, self.low.device_of(writer), out)
+            sources = low.devices_of(low.writer_of(value))
+            return self._arrive((op.kind, value, m), value, m, sources, out)
         if graph.feedback is not None and value == graph.feedback.writes:
-            shape = self.low.shape
-            if op.kind is OpKind.F and shape.self_conditioned and shape.training:
-                last = loss_stage(graph, self.low.plan.stages, graph.feedback.backbone)
-                source = self.low.device_of(last)
-                return self._arrive("feedback", value, op.microbatch, source, out)
-            return self._zeros(value, op.microbatch, out)
-        return self._gather(value, op.microbatch, out)
+            if op.kind is OpKind.F and low.shape.self_conditioned and low.shape.training:
+                last = loss_stage(graph, low.plan.stages, graph.feedback.backbone)
+                return self._arrive(("feedback", value, m), value, m, low.devices_of(last), out)
+            return self._zeros(value, m, out)
+        return self._gather(value, m, out)
 
     def _arrive(
-        self, kind: object, value: int, microbatch: int, source: int, out: list[Instruction]
+        self,
+        key: tuple[object, ...],
+        value: int,
+        microbatch: int,
+        sources: Iterable[int],
+        out: list[Instruction],
+        tag: str | None = None,
     ) -> int:
-        """The slot of a value from `source`; the first reader on a device waits for it."""
-        known = (kind, value, microbatch) in self.slots
-        slot = self._slot(kind, value, microbatch)
-        if source != self.device and not known:
-            tag = _tag(kind, value, microbatch)
-            message = self.low.message(source, self.device, value, microbatch, tag)
-            self._need(message, slot, out)
+        """The slot under `key`; the first one on a device to ask for it receives its pieces."""
+        low, known = self.low, key in self.slots
+        slot = self._slot(*key)
+        start, stop = low.share(self.device, microbatch)
+        if known or self.device in sources:
+            return slot
+        self.specs[slot] = low.buffer(value, stop - start)
+        for source in sources:
+            rows = low.common(source, self.device, microbatch)
+            if rows is not None:
+                name = tag or _tag(key[0], value, microbatch)
+                message = low.message(source, self.device, value, rows, name)
+                self.needs.append(
+                    Need(
+                        message=message,
+                        slot=slot,
+                        step=len(self.steps) - 1,
+                        first=rows[0] - start,
+                        last=rows[1] - start,
+                    )
+                )
+                out.append(WaitRecv(slot=slot, tag=message.tag))
         return slot
 
-    def _need(self, message: Message, slot: int, out: list[Instruction]) -> None:
-        self.needs.append(Need(message=message, slot=slot, step=len(self.steps) - 1))
-        self.specs[slot] = BufferSpec(shape=message.shape, dtype=message.dtype)
-        out.append(WaitRecv(slot=slot, tag=message.tag))
-
     def _zeros(self, value: int, microbatch: int, out: list[Instruction]) -> int:
-        rows = self.low.layout.rows(microbatch)
+        first, last = self.low.share(self.device, microbatch)
+        rows = last - first
         known = ("zeros", value, rows) in self.slots
         slot = self._slot("zeros", value, rows)
         if not known:
@@ -272,9 +223,10 @@ class DeviceEmitter:
         known = ("rows", value, microbatch) in self.slots
         slot = self._slot("rows", value, microbatch)
         if not known:
-            parts = self.low.layout.parts(microbatch)
+            rows = self.low.share(self.device, microbatch)
+            parts = self.low.layout.parts(microbatch, rows)
             if len(parts) > 1:
-                self.specs[slot] = self.low.buffer(value, self.low.layout.rows(microbatch))
+                self.specs[slot] = self.low.buffer(value, rows[1] - rows[0])
             buffer = -1 if len(parts) > 1 else None
             out.append(Gather(value=value, slot=slot, parts=parts, buffer=buffer))
         return slot
@@ -290,30 +242,19 @@ class DeviceEmitter:
         for crossing in low.crossings:
             if not low.graph.values[crossing.value].requires_grad:
                 continue
+            value = crossing.value
             for source, target in crossing.gradient_hops:
-                tag = f"{crossing.value}:{m}:grad{source}>{target}"
+                tag = f"{value}:{m}:grad{source}>{target}"
+                key = ("grad", value, m, source)
                 if target == op.stage:
-                    grads.append(
-                        (crossing.value, self._grad_in(source, crossing.value, m, tag, before))
-                    )
+                    slot = self._arrive(key, value, m, low.devices_of(source), before, tag)
+                    grads.append((value, slot))
                 if source == op.stage:
-                    slot = self._slot("grad", crossing.value, m, source)
-                    returns.append((crossing.value, slot))
-                    to = low.device_of(target)
-                    if to != self.device:
-                        message = low.message(self.device, to, crossing.value, m, tag)
-                        after.append(Send(message=message, slot=slot))
+                    slot = self._slot(*key)
+                    returns.append((value, slot))
+                    after += self._sends(low.devices_of(target), value, m, slot, tag)
         work = Backward(op=op, grads=tuple(grads), returns=tuple(returns))
         return [*before, work, *after]
-
-    def _grad_in(
-        self, source: int, value: int, microbatch: int, tag: str, out: list[Instruction]
-    ) -> int:
-        slot = self._slot("grad", value, microbatch, source)
-        at = self.low.device_of(source)
-        if at != self.device:
-            self._need(self.low.message(at, self.device, value, microbatch, tag), slot, out)
-        return slot
 
 
 def _tag(kind: object, value: int, microbatch: int) -> str:

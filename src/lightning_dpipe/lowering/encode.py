@@ -4,10 +4,7 @@ Every device encodes its own local batch. A side input is sent to each other dev
 that reads it, as soon as the fills that cover its rows are done.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from lightning_dpipe.core.fills import fill_slots
 from lightning_dpipe.core.plan import Fill
@@ -20,10 +17,8 @@ from lightning_dpipe.core.program import (
     SendRows,
     When,
 )
+from lightning_dpipe.lowering.context import Lowering
 from lightning_dpipe.lowering.rows import BatchLayout, layout
-
-if TYPE_CHECKING:
-    from lightning_dpipe.lowering.emit import Lowering
 
 
 class EncodeEmitter:
@@ -112,8 +107,12 @@ class EncodeEmitter:
             for value in low.graph.side_inputs
             if only is None or value in only
             for target in range(len(low.ranks))
-            if target != source and low.needs_rows(target, value)
-            for first, last in cut.chunks(source, low.graph.values[value].bytes_per_sample)
+            if target != source and low.readers_on(target, value)
+            for first, last in cut.chunks(
+                source,
+                low.shares(target, cut),
+                low.graph.values[value].bytes_per_sample,
+            )
         ]
         return sorted(found, key=lambda t: t[2])
 

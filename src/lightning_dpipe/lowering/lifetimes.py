@@ -41,6 +41,8 @@ def _number(
     held: dict[int, int] = {}
 
     def take(slot: int) -> int:
+        if slot in held:  # another piece of the same micro-batch
+            return held[slot]
         spec = device.specs[slot]
         pool = free.setdefault(spec, [])
         if not pool:

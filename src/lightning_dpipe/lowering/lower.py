@@ -10,7 +10,8 @@ from lightning_dpipe.core.graph import ModelGraph
 from lightning_dpipe.core.plan import Plan
 from lightning_dpipe.core.program import Program, StepShape
 from lightning_dpipe.core.schedule import Schedule
-from lightning_dpipe.lowering.emit import DeviceEmitter, Lowering
+from lightning_dpipe.lowering.context import Lowering
+from lightning_dpipe.lowering.emit import DeviceEmitter
 from lightning_dpipe.lowering.lifetimes import free_and_number
 from lightning_dpipe.lowering.receive import post_receives
 from lightning_dpipe.lowering.rows import layout
@@ -33,18 +34,13 @@ def lower(
 
     Raises:
         PlanError: The shape does not fit the plan.
-        UnsupportedError: A stage is replicated inside a group.
+        UnsupportedError: A device holds a replicated stage and another one.
     """
     ranks = plan.groups[group]
     for name, sizes in (("sizes", shape.sizes), ("next_sizes", shape.next_sizes)):
         if sizes is not None and len(sizes) != len(ranks):
             raise PlanError(f"{name} has {len(sizes)} entries for a group of {len(ranks)} devices")
-    for index, stage in enumerate(plan.stages):
-        if len(stage.devices) != 1:
-            raise UnsupportedError(
-                f"stage {index} is on {len(stage.devices)} devices of one group; "
-                "only replicas of the whole pipeline are supported: give each stage one device"
-            )
+    _check_replicas(plan, shape)
     lowering = Lowering(
         plan=plan,
         schedule=schedule,
@@ -68,3 +64,23 @@ def lower(
             )
         )
     return tuple(programs)
+
+
+def _check_replicas(plan: Plan, shape: StepShape) -> None:
+    """A replica works on its share of each micro-batch: it must be its device's only stage."""
+    rows = sum(shape.sizes) // plan.num_microbatches
+    for index, stage in enumerate(plan.stages):
+        if len(stage.devices) == 1:
+            continue
+        if rows < len(stage.devices):
+            raise PlanError(
+                f"stage {index} has {len(stage.devices)} replicas, but {plan.num_microbatches} "
+                f"micro-batches of {sum(shape.sizes)} samples have only {rows} rows; use fewer "
+                "micro-batches or replicas"
+            )
+        for device in stage.devices:
+            if len(plan.stages_on(device)) > 1:
+                raise UnsupportedError(
+                    f"device {device} holds a replica of stage {index} and "
+                    f"{len(plan.stages_on(device)) - 1} more stages; give replicas a device each"
+                )

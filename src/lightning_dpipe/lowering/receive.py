@@ -41,7 +41,14 @@ def _post_pipeline(device: Emitted, sent: dict[Channel, list[Message]]) -> None:
     # `posts` runs backwards along each channel, so inserting at the front restores its order.
     for step, need in posts:
         device.steps[step].instructions.insert(
-            0, PostRecv(message=need.message, slot=need.slot, buffer=-1)
+            0,
+            PostRecv(
+                message=need.message,
+                slot=need.slot,
+                buffer=-1,
+                first=need.first,
+                last=need.last,
+            ),
         )
 
 

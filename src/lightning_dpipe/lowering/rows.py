@@ -37,31 +37,35 @@ class BatchLayout:
         """Samples of one micro-batch."""
         return self.bounds[microbatch + 1] - self.bounds[microbatch]
 
-    def local_range(self, device: int, microbatch: int) -> tuple[int, int]:
-        """Local samples ``[first, last)`` of `device` that belong to a micro-batch."""
-        low, high = self.bounds[microbatch], self.bounds[microbatch + 1]
-        mine = [i for d, i in self.order[low:high] if d == device]
-        return (mine[0], mine[-1] + 1) if mine else (0, 0)
-
-    def parts(self, microbatch: int) -> tuple[Part, ...]:
-        """How to put a micro-batch together: runs of rows at constant stride, one device each."""
-        low, high = self.bounds[microbatch], self.bounds[microbatch + 1]
+    def parts(self, microbatch: int, rows: tuple[int, int]) -> tuple[Part, ...]:
+        """How to put rows of a micro-batch together: runs at constant stride, one device each."""
+        low, high = (self.bounds[microbatch] + row for row in rows)
         places: dict[int, list[tuple[int, int]]] = {}
         for row, (device, sample) in enumerate(self.order[low:high]):
             places.setdefault(device, []).append((row, sample))
         return tuple(p for device, at in sorted(places.items()) for p in _runs(device, at))
 
-    def chunks(self, device: int, bytes_per_sample: int) -> tuple[tuple[int, int], ...]:
-        """Cut a device's local batch at micro-batch borders into messages of a useful size."""
+    def chunks(
+        self, device: int, shares: Sequence[tuple[int, int]], bytes_per_sample: int
+    ) -> tuple[tuple[int, int], ...]:
+        """Cut a device's local samples in messages of a useful size, at micro-batch borders.
+
+        Args:
+            device: The one that encodes the samples.
+            shares: The rows of each micro-batch that the reader needs.
+            bytes_per_sample: Small messages are joined where their samples follow each other.
+        """
         found: list[tuple[int, int]] = []
-        first = 0
-        for microbatch in range(self.num_microbatches):
-            _, last = self.local_range(device, microbatch)
-            if (last - first) * bytes_per_sample >= MIN_CHUNK_BYTES and last > first:
-                found.append((first, last))
-                first = last
-        if first < self.sizes[device]:
-            found.append((first, self.sizes[device]))
+        for microbatch, rows in enumerate(shares):
+            low, high = (self.bounds[microbatch] + row for row in rows)
+            mine = [i for d, i in self.order[low:high] if d == device]
+            if not mine:
+                continue
+            first, last = mine[0], mine[-1] + 1
+            small = found and (found[-1][1] - found[-1][0]) * bytes_per_sample < MIN_CHUNK_BYTES
+            if small and found[-1][1] == first:
+                first = found.pop()[0]
+            found.append((first, last))
         return tuple(found)
 
 

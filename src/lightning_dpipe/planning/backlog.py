@@ -10,9 +10,12 @@ Source: DiffusionPipe (arXiv 2405.01248), section 5. Ours differs: any number of
 bubble, of any size, and a piece counts by how much work it takes off the end, not by its own time.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from lightning_dpipe.core.graph import ModelGraph
+from lightning_dpipe.core.op import Op
+from lightning_dpipe.core.plan import Fill
 from lightning_dpipe.core.profile import Profile
 
 
@@ -73,6 +76,29 @@ class FrozenCosts:
             and layers[piece.layer].component == layers[last.layer].component
             and (piece.first, piece.last) == (last.first, last.last)
         )
+
+    def fills(self, pieces: Sequence[Piece], device: int, after: Op | None) -> list[Fill]:
+        """The pieces as fills that follow one op; those that prolong each other are joined."""
+        fills: list[Fill] = []
+        last: Piece | None = None
+        for piece in pieces:
+            layer = self.layers[piece.layer]
+            if last is not None and self.prolongs(piece, last):
+                fills[-1] = replace(fills[-1], stop=layer.index + 1)
+            else:
+                fills.append(
+                    Fill(
+                        device=device,
+                        after=after,
+                        component=layer.component,
+                        start=layer.index,
+                        stop=layer.index + 1,
+                        first=piece.first,
+                        last=piece.last,
+                    )
+                )
+            last = piece
+        return fills
 
     def most_samples(self, layer: int, samples: int, budget_us: int) -> int:
         """Up to `samples`: how many fit into the budget, taking cost to grow with samples."""

@@ -16,13 +16,12 @@ slack that absorbs noise. Last, devices that can afford it do without partial ba
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_dpipe.core.op import Op
 from lightning_dpipe.core.plan import Fill, Plan
 from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.core.program import StepShape
 from lightning_dpipe.core.schedule import Schedule
 from lightning_dpipe.planning.backlog import Backlog, FrozenCosts, Piece
-from lightning_dpipe.planning.schedules import build_schedule
+from lightning_dpipe.planning.schedules.of_plan import schedule_of
 from lightning_dpipe.simulation.clock import Clock, TaskGraph
 from lightning_dpipe.simulation.simulate import steady_shape
 from lightning_dpipe.simulation.tasks import task_graph
@@ -82,7 +81,9 @@ def fill(
     return tuple(
         replace(fill, self_conditioned=self_conditioned)
         for (device, num_done), pieces in sorted(best.slots.items())
-        for fill in _as_fills(work, schedule.orders[device], device, num_done, pieces)
+        for fill in work.fills(
+            pieces, device, schedule.orders[device][num_done - 1] if num_done else None
+        )
     )
 
 
@@ -92,12 +93,7 @@ def lower_bound_us(plan: Plan, profile: Profile, *, self_conditioned: bool = Fal
     The larger of the schedule's own end without frozen work, and the most loaded device: its ops,
     its frozen work at the best batch sizes, its optimizer, and the profile's overhead.
     """
-    schedule = build_schedule(
-        plan.schedule,
-        num_stages=len(plan.stages),
-        num_microbatches=plan.num_microbatches,
-        self_conditioned=self_conditioned,
-    )
+    schedule = schedule_of(plan, self_conditioned=self_conditioned)
     graph = task_graph(plan, schedule, profile, _encoded_shape(plan, schedule))
     work = FrozenCosts.of(profile, samples=plan.batch_size, overhead_us=0)
     clock = Clock(graph)
@@ -188,29 +184,3 @@ def _place(
         slots.setdefault((d, num_done[d]), []).extend(pieces)
         clock.free_us[d] += used_us
     return Placement(slots, clock.device_end_us())
-
-
-def _as_fills(
-    work: FrozenCosts, order: Sequence[Op], device: int, num_done: int, pieces: Sequence[Piece]
-) -> list[Fill]:
-    """Join pieces that prolong each other and name the op they follow."""
-    fills: list[Fill] = []
-    last: Piece | None = None
-    for piece in pieces:
-        layer = work.layers[piece.layer]
-        if last is not None and work.prolongs(piece, last):
-            fills[-1] = replace(fills[-1], stop=layer.index + 1)
-        else:
-            fills.append(
-                Fill(
-                    device=device,
-                    after=order[num_done - 1] if num_done else None,
-                    component=layer.component,
-                    start=layer.index,
-                    stop=layer.index + 1,
-                    first=piece.first,
-                    last=piece.last,
-                )
-            )
-        last = piece
-    return fills

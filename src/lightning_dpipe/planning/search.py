@@ -2,24 +2,34 @@
 
 In:     a Profile, the world and the batch per device.
 Out:    a Plan, deterministic: every rank that holds the same profile makes the same one.
+
+Numbers that the user gives are taken; "auto" leaves them to the search of `auto`.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Literal
 
-from lightning_dpipe.core.errors import PlanError, UnsupportedError
+from lightning_dpipe.core.errors import PlanError
 from lightning_dpipe.core.jsonio import digest
 from lightning_dpipe.core.plan import Plan, Stage, default_groups, split_sizes
 from lightning_dpipe.core.profile import Profile
-from lightning_dpipe.core.schedule import Schedule
-from lightning_dpipe.planning.filling import fill as fill_bubbles
+from lightning_dpipe.planning.auto import Progress, Space, only_backbone, search
 from lightning_dpipe.planning.filling import lower_bound_us
 from lightning_dpipe.planning.partition import partition
-from lightning_dpipe.planning.schedules import build_schedule
+from lightning_dpipe.planning.schedules.of_plan import schedule_of
+from lightning_dpipe.planning.variants import SELF_CONDITIONING, filler_of, with_fills
 from lightning_dpipe.simulation.simulate import simulate
 
+__all__ = ["MICROBATCHES_PER_STAGE", "explain", "make_plan", "schedule_of", "with_fills"]
+
+log = logging.getLogger(__name__)
+
 MICROBATCHES_PER_STAGE = 4
+
+Auto = Literal["auto"]
 
 
 def make_plan(
@@ -27,11 +37,13 @@ def make_plan(
     *,
     world_size: int,
     batch_size: int,
-    num_stages: int | None = None,
-    num_microbatches: int | None = None,
+    num_stages: int | Auto | None = None,
+    num_microbatches: int | Auto | None = None,
     schedule: str = "1f1b",
-    fill: bool = True,
+    fill: bool | str = True,
     cuts: Sequence[int] | None = None,
+    probability: float = SELF_CONDITIONING,
+    progress: Progress | None = None,
 ) -> Plan:
     """Plan the training of one backbone.
 
@@ -39,19 +51,55 @@ def make_plan(
         profile: Costs of the model on the device it will run on.
         world_size: All ranks.
         batch_size: Samples per device.
-        num_stages: Devices of one pipeline; by default what `cuts` makes, else all ranks.
-        num_microbatches: Parts of a pipeline's batch; by default 4 x stages, at most its samples.
+        num_stages: Devices of one pipeline; by default what `cuts` makes, else all ranks. "auto":
+            stages, devices of a pipeline and replicas of each stage are searched for, within the
+            profile's memory; one stage is data parallelism.
+        num_microbatches: Parts of a pipeline's batch; by default 4 x stages, at most its samples,
+            or searched for with ``num_stages="auto"``. "auto": searched for.
         schedule: A key of `planning.schedules.SCHEDULES`.
-        fill: Whether frozen work runs ahead in bubbles, rather than up front.
+        fill: Whether frozen work runs ahead in bubbles, rather than up front; "paper" places it as
+            DiffusionPipe does.
         cuts: First layer of every stage but the first; by default the fastest slowest stage.
+        probability: Share of self-conditioned steps, if the model has them.
+        progress: Called during a search, see `auto.Progress`.
 
     Raises:
         PlanError: The numbers do not fit each other or the model.
         ScheduleError: The schedule is unknown.
         UnsupportedError: The model has several backbones.
     """
+    filler = filler_of(fill)
+    if "auto" in (num_stages, num_microbatches):
+        space = _space(num_stages, num_microbatches, world_size, cuts)
+        space = replace(space, schedules=(schedule,), fill=fill, probability=probability)
+        found = search(
+            profile, world_size=world_size, batch_size=batch_size, space=space, progress=progress
+        )
+        log.info(
+            "simulated %d plans: iteration %.2f ms; none of the space ends before %.2f ms",
+            found.num_plans, found.expected_us / 1e3, found.bound_us / 1e3,
+        )  # fmt: skip
+        return found.plan
+    assert num_stages != "auto"
+    assert num_microbatches != "auto"
     if num_stages is None:
         num_stages = world_size if cuts is None else len(cuts) + 1
+    plan = _fixed_plan(
+        profile, world_size, batch_size, num_stages, num_microbatches, schedule, cuts
+    )
+    return plan if filler is None else with_fills(plan, profile, fill=filler)
+
+
+def _fixed_plan(
+    profile: Profile,
+    world_size: int,
+    batch_size: int,
+    num_stages: int,
+    num_microbatches: int | None,
+    schedule: str,
+    cuts: Sequence[int] | None,
+) -> Plan:
+    """One device a stage, without fills."""
     groups = default_groups(world_size, num_stages)
     group_batch = batch_size * num_stages
     if num_microbatches is None:
@@ -73,34 +121,26 @@ def make_plan(
         schedule=schedule,
     )
     schedule_of(plan)  # an unknown schedule is refused now, not when the plan is first used
-    return with_fills(plan, profile) if fill else plan
+    return plan
 
 
-def with_fills(plan: Plan, profile: Profile) -> Plan:
-    """The plan with its bubbles filled anew, for each variant of the schedule that can occur."""
-    variants = (False,) if profile.graph.feedback is None else (False, True)
-    fills = tuple(
-        f
-        for variant in variants
-        for f in fill_bubbles(
-            plan, schedule_of(plan, self_conditioned=variant), profile, self_conditioned=variant
+def _space(
+    num_stages: int | Auto | None,
+    num_microbatches: int | Auto | None,
+    world_size: int,
+    cuts: Sequence[int] | None,
+) -> Space:
+    """What is left to the search."""
+    if cuts is not None:
+        raise PlanError(
+            f'cuts={tuple(cuts)} fix the stages, which "auto" would choose; '
+            "give num_microbatches as a number, or no cuts"
         )
-    )
-    return replace(plan, fills=fills)
-
-
-def schedule_of(plan: Plan, *, self_conditioned: bool = False) -> Schedule:
-    """The order of ops that a plan names.
-
-    Raises:
-        ScheduleError: The schedule is unknown.
-    """
-    return build_schedule(
-        plan.schedule,
-        num_stages=len(plan.stages),
-        num_microbatches=plan.num_microbatches,
-        self_conditioned=self_conditioned,
-    )
+    fixed = num_microbatches if isinstance(num_microbatches, int) else None
+    if num_stages == "auto":
+        return Space(num_microbatches=fixed)
+    num_stages = world_size if num_stages is None else num_stages
+    return Space(num_stages=num_stages, group_devices=num_stages, num_microbatches=fixed)
 
 
 def explain(plan: Plan, profile: Profile) -> str:
@@ -116,7 +156,7 @@ def explain(plan: Plan, profile: Profile) -> str:
             f"{profile.forward_us(*span, samples) / 1e3:>6.2f} ms"
             f"{profile.backward_us(*span, samples) / 1e3:>9.2f} ms"
             f"{sum(c.param_bytes for c in costs) / 1e6:>10.2f} MB"
-            f"  {', '.join(map(str, s.devices))}"
+            f"  {', '.join(map(str, s.devices))}" + (" recompute" if s.recompute else "")
         )
     schedule = schedule_of(plan)
     unfilled = simulate(replace(plan, fills=()), schedule, profile)
@@ -143,13 +183,7 @@ def _stages(
     profile: Profile, num_stages: int, samples: int, cuts: Sequence[int] | None
 ) -> tuple[Stage, ...]:
     """Stage i on device i."""
-    names = [c.name for c in profile.graph.backbones]
-    if len(names) != 1:
-        raise UnsupportedError(
-            f"the model has {len(names)} backbones ({', '.join(names)}); a plan is made for "
-            "exactly one: describe each backbone as a model of its own"
-        )
-    backbone = names[0]
+    backbone = only_backbone(profile)
     if cuts is None:
         ranges = partition(profile, backbone, num_stages=num_stages, samples=samples)
     else:

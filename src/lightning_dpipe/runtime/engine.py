@@ -73,7 +73,7 @@ class _Running:
     slots: list[Tensor | None]
     buffers: tuple[Tensor, ...]
     saved: dict[tuple[int, int], Saved] = field(default_factory=dict)
-    arriving: dict[int, tuple[Handle, int]] = field(default_factory=dict)
+    arriving: dict[tuple[int, str], tuple[Handle, int]] = field(default_factory=dict)
     sending: list[Handle] = field(default_factory=list)
     losses: dict[str, Tensor] = field(default_factory=dict)
 
@@ -154,14 +154,15 @@ class Engine:
             case Backward():
                 self._backward(instruction, state)
             case WaitRecv(slot=slot, tag=tag):
-                handle, source = state.arriving.pop(slot)
+                handle, source = state.arriving.pop((slot, tag))
                 self._wait(handle, source, tag)
-            case PostRecv(message=message, slot=slot, buffer=buffer):
+            case PostRecv(message=message, slot=slot, buffer=buffer, first=first, last=last):
                 tensor = state.slots[slot] = state.buffers[buffer]
-                handle = self._transport.post(message, tensor)
-                state.arriving[slot] = (handle, message.channel.source)
-            case Send(message=message, slot=slot):
-                state.sending.append(self._transport.send(message, state.get(slot).contiguous()))
+                handle = self._transport.post(message, tensor[first:last])
+                state.arriving[slot, message.tag] = (handle, message.channel.source)
+            case Send(message=message, slot=slot, first=first, last=last):
+                rows = state.get(slot)[first:last].contiguous()
+                state.sending.append(self._transport.send(message, rows))
                 if self.tracer is not None:
                     self.tracer.sent(message.channel.target, message.tag)
             case Free(slots=slots):
@@ -193,7 +194,7 @@ class Engine:
         inputs = {value: state.get(slot) for value, slot in work.reads}
         saved = Saved()
         if work.training:
-            draws = self._draws(op.microbatch, state) if state.inputs.dropout else None
+            draws = self._draws(work.first_row, state) if state.inputs.dropout else None
             env = stage.forward(inputs, saved, draws)
         else:
             with torch.no_grad():
@@ -271,12 +272,12 @@ class Engine:
         handle.wait()
         self.tracer.wait(start, source, tag)
 
-    def _draws(self, microbatch: int, state: _Running) -> DrawContext:
+    def _draws(self, first_row: int, state: _Running) -> DrawContext:
         return DrawContext(
             seed=self._seed,
             batch_index=state.inputs.batch_index,
             group=self._group,
-            microbatch=microbatch,
+            first_row=first_row,
         )
 
     def _scale(self, loss: Tensor, value: float) -> Tensor:

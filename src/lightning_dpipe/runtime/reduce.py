@@ -190,26 +190,26 @@ class DistReducer:
 
 
 def open_reducer(
-    groups: Sequence[Sequence[int]], rank: int, device: torch.device
+    replica_sets: Sequence[Sequence[int]], rank: int, device: torch.device
 ) -> DistReducer | None:
-    """Make the groups that sum each device's gradients; collective over all ranks.
+    """Make the groups that sum gradients; collective over all ranks.
 
     Args:
-        groups: Pipeline groups as in `Plan.groups`: ``groups[g][d]`` is the rank of device d.
+        replica_sets: Ranks that hold the same stages, as in `Plan.replica_sets`.
         rank: This global rank.
         device: Where the gradients are.
 
     Returns:
-        This rank's reducer, or None when there is only one pipeline group.
+        This rank's reducer, or None when it has no replica.
     """
-    if len(groups) == 1:
-        return None
     mine = None
-    for ranks in zip(*groups, strict=True):
-        group = new_group(ranks, default_timeout(device))
-        if rank in ranks:
-            mine = DistReducer(group, ranks)
-    assert mine is not None, f"rank {rank} is in none of {groups}"
+    for ranks in replica_sets:
+        if len(ranks) > 1:
+            group = new_group(tuple(ranks), default_timeout(device))
+            if rank in ranks:
+                mine = DistReducer(group, tuple(ranks))
+    if mine is None:
+        return None
     first = nn.Parameter(torch.zeros(1, device=device))
     first.grad = torch.zeros_like(first)
     mine.start([first])  # makes the communicator now, not in the middle of a schedule

@@ -1,7 +1,8 @@
 """Dropout's random numbers, keyed so that they do not depend on where a layer runs.
 
 A layer that draws in training runs with torch's generator forked and seeded from (seed, batch,
-layer, group, micro-batch). The generator outside is untouched, so a user's own draws are too.
+layer, group, first row of the micro-batch). The generator outside is untouched, so a user's own
+draws are too.
 """
 
 import hashlib

@@ -29,12 +29,12 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawContext:
-    """Keys of the random draws inside trained layers."""
+    """Keys of the random draws inside trained layers: the rows of a batch, never the device."""
 
     seed: int
     batch_index: int
     group: int
-    microbatch: int
+    first_row: int
 
 
 class StageRunner:
@@ -95,7 +95,7 @@ class StageRunner:
             inputs = [env[v] for v in layer.reads]
             if layer.random and draws is not None:
                 key = (draws.seed, draws.batch_index, self.first_layer + index)
-                with forked(self.device, *key, draws.group, draws.microbatch):
+                with forked(self.device, *key, draws.group, draws.first_row):
                     outputs = layer.fn(*inputs)
             else:
                 outputs = layer.fn(*inputs)

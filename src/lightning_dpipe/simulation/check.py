@@ -9,6 +9,7 @@ walking all devices side by side reaches the end. Programs are checked on what t
 messages, slots and buffers (see `manifest`, `slots`, `rendezvous`).
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from lightning_dpipe.core.crossings import crossings, loss_stage, stage_reads
@@ -66,28 +67,32 @@ def check_programs(programs: Sequence[Program]) -> None:
     check_progress(programs)
 
 
-def _place(schedule: Schedule, plan: Plan) -> dict[Op, int]:
-    """Device of each op, after checking that the op may be there."""
+def _place(schedule: Schedule, plan: Plan) -> dict[Op, list[int]]:
+    """Devices of each op, after checking that the op may be there.
+
+    A replica works on its rows of every micro-batch, so each op of a stage is on all its devices.
+    """
     if len(schedule.orders) != plan.num_devices:
         raise ScheduleError(
             f"the schedule has {len(schedule.orders)} devices, the plan has {plan.num_devices}; "
             "build the schedule from this plan"
         )
-    placed: dict[Op, int] = {}
-    homes: dict[tuple[int, int], Op] = {}
+    placed: dict[Op, list[int]] = {}
     for device, order in enumerate(schedule.orders):
         for op in order:
             _check_op(op, device, plan)
-            if op in placed:
+            homes = placed.setdefault(op, [])
+            if device in homes:
                 raise ScheduleError(
-                    f"device {device}: op {op} is on device {placed[op]} already; run each op once"
+                    f"device {device}: op {op} is on device {device} already; run each op once"
                 )
-            placed[op] = device
-            home = homes.setdefault((op.stage, op.microbatch), op)
-            if placed[home] != device:
+            homes.append(device)
+    for op, homes in sorted(placed.items()):
+        for device in plan.stages[op.stage].devices:
+            if device not in homes:
                 raise ScheduleError(
-                    f"device {device}: op {op} is apart from {home} on device {placed[home]}; "
-                    "a micro-batch stays on one replica of a stage, where its activations are"
+                    f"device {device}: op {op} is missing, device {homes[0]} has it; every replica "
+                    "of a stage runs all of its ops, on its own rows"
                 )
     return placed
 
@@ -110,7 +115,7 @@ def _check_op(op: Op, device: int, plan: Plan) -> None:
 
 
 def _check_complete(
-    placed: Mapping[Op, int], plan: Plan, graph: ModelGraph, self_conditioned: bool
+    placed: Mapping[Op, Sequence[int]], plan: Plan, graph: ModelGraph, self_conditioned: bool
 ) -> None:
     if self_conditioned and graph.feedback is None:
         raise ScheduleError(
@@ -129,7 +134,7 @@ def _check_complete(
             wanted = forwards | ({OpKind.B} if found.isdisjoint(split) else split)
             for kinds, problem in ((wanted - found, "missing"), (found - wanted, "too many")):
                 for op in sorted(Op(index, kind, microbatch) for kind in kinds):
-                    where = placed.get(op, stage.devices[0])
+                    where = placed.get(op, stage.devices)[0]
                     needs = " ".join(str(Op(index, k, microbatch)) for k in OpKind if k in wanted)
                     raise ScheduleError(
                         f"device {where}: op {op} is {problem}; stage {index} needs exactly {needs}"
@@ -160,7 +165,7 @@ def _check_order(device: int, order: Sequence[Op]) -> None:
 
 
 def _dependencies(
-    placed: Mapping[Op, int], plan: Plan, graph: ModelGraph, self_conditioned: bool
+    placed: Mapping[Op, Sequence[int]], plan: Plan, graph: ModelGraph, self_conditioned: bool
 ) -> dict[Op, tuple[Op, ...]]:
     """What each op waits for: inputs of forwards, returning gradients of backwards."""
     inputs: dict[int, set[int]] = {}
@@ -186,9 +191,9 @@ def _dependencies(
                 found.add(Op(estimated_by, OpKind.S, m))
             return found
         if op.kind is OpKind.W:
-            return {Op(stage, OpKind.I, m)}
-        later = {placed_as(s, OpKind.B, OpKind.I, m) for s in gradients.get(stage, ())}
-        return later | {Op(stage, OpKind.F, m)}
+            return set()
+        # The own forward comes first in the device's order, which `_check_order` has seen.
+        return {placed_as(s, OpKind.B, OpKind.I, m) for s in gradients.get(stage, ())}
 
     return {op: tuple(sorted(needs(op))) for op in placed}
 
@@ -208,6 +213,7 @@ def _feedback_edges(plan: Plan, graph: ModelGraph) -> tuple[int, set[int]]:
 def _walk(schedule: Schedule, waits_for: Mapping[Op, tuple[Op, ...]]) -> None:
     """Let every device run as far as it can, until all are done or all are blocked."""
     done: set[Op] = set()
+    left = Counter(op for order in schedule.orders for op in order)
     position = [0] * len(schedule.orders)
     moved = True
     while moved:
@@ -217,7 +223,9 @@ def _walk(schedule: Schedule, waits_for: Mapping[Op, tuple[Op, ...]]) -> None:
                 op = order[position[device]]
                 if not done.issuperset(waits_for[op]):
                     break
-                done.add(op)
+                left[op] -= 1  # done once every replica has done its rows
+                if not left[op]:
+                    done.add(op)
                 position[device] += 1
                 moved = True
     stuck = [

@@ -33,7 +33,7 @@ def peak_bytes(plan: Plan, schedule: Schedule, profile: Profile) -> tuple[int, .
     return tuple(
         frozen
         + sum(_resident_bytes(plan, profile, stage) for stage in plan.stages_on(device))
-        + _peak_in_flight(plan, profile, order, sizes)
+        + _peak_in_flight(plan, profile, device, order, sizes)
         for device, order in enumerate(schedule.orders)
     )
 
@@ -46,13 +46,19 @@ def _resident_bytes(plan: Plan, profile: Profile, index: int) -> int:
     return sum(layer.param_bytes for layer in layers) + (1 + MOMENTS_PER_WEIGHT) * trained
 
 
-def _peak_in_flight(plan: Plan, profile: Profile, order: Sequence[Op], sizes: Sequence[int]) -> int:
-    """Peak of the activations between each forward and the end of its backward."""
+def _peak_in_flight(
+    plan: Plan, profile: Profile, device: int, order: Sequence[Op], sizes: Sequence[int]
+) -> int:
+    """Peak of the activations between each forward and the end of its backward.
+
+    A replica of a stage holds those of its share of each micro-batch.
+    """
     live = peak = 0
     kept: dict[tuple[int, int], int] = {}
     last = {(op.stage, op.microbatch): op for op in order if op.kind is not OpKind.S}
     for op in order:
-        key, samples = (op.stage, op.microbatch), sizes[op.microbatch]
+        key, replicas = (op.stage, op.microbatch), plan.stages[op.stage].devices
+        samples = split_sizes(sizes[op.microbatch], len(replicas))[replicas.index(device)]
         recompute = plan.stages[op.stage].recompute
         added = 0
         if op.kind is OpKind.F and recompute:

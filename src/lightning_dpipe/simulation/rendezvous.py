@@ -75,7 +75,7 @@ class _Walker:
         self.instructions = program.instructions
         self.net = net
         self.index = 0
-        self.receives: dict[int, Ticket] = {}
+        self.receives: dict[tuple[int, str], Ticket] = {}
         self.rows: defaultdict[int, list[tuple[PostRows, Ticket]]] = defaultdict(list)
 
     def advance(self) -> bool:
@@ -94,7 +94,7 @@ class _Walker:
             case Send(message=message) | SendRows(message=message):
                 self.net.sent[message.channel] += 1
             case PostRecv(message=message, slot=slot):
-                self.receives[slot] = self.post(message)
+                self.receives[slot, message.tag] = self.post(message)
             case PostRows(message=message, value=value, when=When.THIS):
                 self.rows[value].append((instruction, self.post(message)))
             case PostRows(message=message):
@@ -110,8 +110,8 @@ class _Walker:
     def awaited(self, instruction: Instruction) -> Iterator[Ticket]:
         """Messages that must be complete before the instruction can run."""
         match instruction:
-            case WaitRecv(slot=slot):
-                yield self.receives[slot]
+            case WaitRecv(slot=slot, tag=tag):
+                yield self.receives[slot, tag]
             case Gather(value=value, parts=parts):
                 for part in parts:
                     yield from self.delivered(value, part)

@@ -17,6 +17,7 @@ from lightning_dpipe.core.program import (
     Free,
     Gather,
     Instruction,
+    Message,
     PostRecv,
     Program,
     Send,
@@ -36,15 +37,17 @@ def check_slots(program: Program) -> None:
         book.index = index
         book.apply(instruction)
     book.index = len(program.instructions)
-    for slot, tag in sorted(book.posted.items()):
-        raise book.error(f"slot {slot} ({tag}) is posted but never waited for", "add a WaitRecv")
+    for slot, posted in sorted(book.posted.items()):
+        tags = ", ".join(posted)
+        raise book.error(f"slot {slot} ({tags}) is posted but never waited for", "add a WaitRecv")
 
 
 @dataclass(slots=True)
 class _Book:
     program: Program
     index: int = 0
-    posted: dict[int, str] = field(default_factory=dict)
+    posted: dict[int, dict[str, Message]] = field(default_factory=dict)
+    pieces: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     full: set[int] = field(default_factory=set)
     freed: dict[int, int] = field(default_factory=dict)
     buffer_of: dict[int, int] = field(default_factory=dict)
@@ -67,20 +70,20 @@ class _Book:
 
     def apply(self, instruction: Instruction) -> None:
         match instruction:
-            case PostRecv(message=message, slot=slot, buffer=buffer):
-                self.write(slot)
-                self.hold(buffer, slot, BufferSpec(shape=message.shape, dtype=message.dtype))
-                self.full.discard(slot)
-                self.posted[slot] = message.tag
+            case PostRecv():
+                self.post(instruction)
             case WaitRecv(slot=slot, tag=tag):
-                if self.posted.get(slot) != tag:
-                    found = self.posted.get(slot, "nothing")
+                posted = self.posted.get(slot, {})
+                if tag not in posted:
+                    found = ", ".join(posted) or "nothing"
                     raise self.error(
                         f"waits for {tag} in slot {slot}, where {found} is posted",
                         "put its PostRecv before it",
                     )
-                del self.posted[slot]
-                self.full.add(slot)
+                del posted[tag]
+                if not posted:
+                    del self.posted[slot]
+                    self.full.add(slot)
             case Send(slot=slot, message=message):
                 self.read((slot,))
                 self.hold_more(slot, "send", f"the send of {message.tag}, waited for at the end")
@@ -100,6 +103,30 @@ class _Book:
                     self.free(slot)
             case _:
                 pass  # Encode, PostRows, SendRows and Reduce touch no slot
+
+    def post(self, instruction: PostRecv) -> None:
+        """One piece of a slot: the first takes the buffer, the others must fill what is left."""
+        message, slot, buffer = instruction.message, instruction.slot, instruction.buffer
+        first, last = instruction.first, instruction.last
+        if slot not in self.posted:
+            self.write(slot)
+            self.hold(buffer, slot)
+            self.full.discard(slot)
+            self.posted[slot], self.pieces[slot] = {}, []
+        spec = self.program.buffers[buffer]
+        wanted = BufferSpec(shape=(last - first, *spec.shape[1:]), dtype=spec.dtype)
+        if BufferSpec(shape=message.shape, dtype=message.dtype) != wanted or last > spec.shape[0]:
+            raise self.error(
+                f"receives {message.dtype}{list(message.shape)} into rows {first}:{last} of buffer "
+                f"{buffer} of {spec.dtype}{list(spec.shape)}",
+                "give it a buffer of its own shape",
+            )
+        if any(first < b and a < last for a, b in self.pieces[slot]):
+            raise self.error(
+                f"rows {first}:{last} of slot {slot} are received twice", "post each row once"
+            )
+        self.pieces[slot].append((first, last))
+        self.posted[slot][message.tag] = message
 
     def forward(self, instruction: Forward) -> None:
         op, slots = instruction.op, [slot for _, slot in instruction.reads]
@@ -138,10 +165,12 @@ class _Book:
     def read(self, slots: Iterable[int]) -> None:
         for slot in slots:
             if slot in self.full:
+                self.check_pieces(slot)
                 continue
             if slot in self.posted:
                 raise self.error(
-                    f"reads slot {slot} before {self.posted[slot]} has arrived", "wait for it first"
+                    f"reads slot {slot} before {', '.join(self.posted[slot])} has arrived",
+                    "wait for it first",
                 )
             if slot in self.freed:
                 raise self.error(
@@ -149,6 +178,16 @@ class _Book:
                     "free it after its last reader",
                 )
             raise self.error(f"reads slot {slot}, which nothing has written", "write it first")
+
+    def check_pieces(self, slot: int) -> None:
+        if slot in self.pieces:
+            received = sum(last - first for first, last in self.pieces[slot])
+            rows = self.program.buffers[self.buffer_of[slot]].shape[0]
+            if received != rows:
+                raise self.error(
+                    f"reads slot {slot}, of which {received} of {rows} rows are received",
+                    "post the missing rows",
+                )
 
     def write(self, slot: int) -> None:
         if not 0 <= slot < self.program.num_slots:
@@ -164,20 +203,15 @@ class _Book:
         self.read((slot,))
         self.full.discard(slot)
         self.freed[slot] = self.index
+        self.pieces.pop(slot, None)
         buffer = self.buffer_of.pop(slot, None)
         if buffer is not None:
             del self.holders[buffer]["slot"]
 
-    def hold(self, buffer: int, slot: int, contents: BufferSpec | None = None) -> None:
+    def hold(self, buffer: int, slot: int) -> None:
         buffers = self.program.buffers
         if not 0 <= buffer < len(buffers):
             raise self.error(f"uses buffer {buffer} of {len(buffers)}", "add it to the program")
-        if contents is not None and contents != buffers[buffer]:
-            raise self.error(
-                f"receives {contents.dtype}{list(contents.shape)} into buffer {buffer} of "
-                f"{buffers[buffer].dtype}{list(buffers[buffer].shape)}",
-                "give it a buffer of its own shape",
-            )
         held = self.holders.setdefault(buffer, {})
         if held:
             raise self.error(

@@ -17,7 +17,7 @@ from lightning_dpipe.core.plan import Plan
 from lightning_dpipe.core.program import Program, StepShape
 from lightning_dpipe.lowering.channels import plan_channels
 from lightning_dpipe.lowering.lower import lower
-from lightning_dpipe.planning.search import schedule_of
+from lightning_dpipe.planning.schedules.of_plan import schedule_of
 from lightning_dpipe.runtime.bound import Binding
 from lightning_dpipe.runtime.encodings import Encodings
 from lightning_dpipe.runtime.engine import Engine, StepInputs, StepResult

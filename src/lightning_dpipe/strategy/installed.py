@@ -29,6 +29,7 @@ from lightning_dpipe.strategy.steps import StepRunner
 log = logging.getLogger(__name__)
 
 MakeReducer = Callable[[Sequence[Sequence[int]]], Reducer | None]
+MakeRunner = Callable[[DiffusionModule, PipelineSession], StepRunner]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +49,8 @@ class Installation:
         options: PlanOptions,
         setting: Setting,
         link: HostLink,
-        prepare: Callable[[Any], Any],
         make_reducer: MakeReducer,
+        make_runner: MakeRunner,
     ) -> "Installation":
         """Install a module, or adapt its installation to another run. Collective."""
         old = _INSTALLED.get(module)
@@ -57,9 +58,9 @@ class Installation:
             built = _checked(refit(old.built, setting), options, setting)
             if digest(built.plan) == digest(old.built.plan):
                 old.session.forget()
-                return cls._keep(module, old, built, old.session, prepare)
+                return cls._keep(module, old, built, old.session, make_runner)
             session = _session(module, built, setting, link, old.session._reducer)
-            return cls._keep(module, old, built, session, prepare)
+            return cls._keep(module, old, built, session, make_runner)
         if any(p.is_meta for p in module.parameters()):
             raise UnsupportedError(
                 f"{type(module).__name__} has weights on meta that no earlier run of this process "
@@ -67,7 +68,7 @@ class Installation:
             )
         broadcast_weights(module, link)
         built = build(module.spec, options, setting, link)
-        session = _session(module, built, setting, link, make_reducer(built.plan.groups))
+        session = _session(module, built, setting, link, make_reducer(built.plan.replica_sets))
         cut(module, built.binding, built.plan, session.position)
         if setting.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -76,7 +77,7 @@ class Installation:
         new = cls(
             built=built,
             session=session,
-            runner=StepRunner(module, session, prepare),
+            runner=make_runner(module, session),
             replicas=_replica_group(built, link),
             weights=_weights(module),
         )
@@ -90,12 +91,12 @@ class Installation:
         old: "Installation",
         built: Built,
         session: PipelineSession,
-        prepare: Callable[[Any], Any],
+        make_runner: MakeRunner,
     ) -> "Installation":
         new = cls(
             built=built,
             session=session,
-            runner=StepRunner(module, session, prepare),
+            runner=make_runner(module, session),
             replicas=old.replicas,
             weights=old.weights,
         )

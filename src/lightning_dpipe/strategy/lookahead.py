@@ -9,6 +9,7 @@ the bubbles of the step before it.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,18 @@ class Outlook:
     next_ticket: int | None = None
     next_batch: Any = None
     next_sizes: tuple[int, ...] | None = None
+
+
+class Outlooks:
+    """Announced batches that no step has run yet, oldest first: of training and of evaluation."""
+
+    def __init__(self) -> None:
+        self.training: deque[Outlook] = deque()
+        self.evaluation: deque[Outlook] = deque()
+
+    def announce(self, outlook: Outlook, training: bool) -> None:
+        """Take note of a batch that a loader is about to yield."""
+        (self.training if training else self.evaluation).append(outlook)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lightning_dpipe.strategy.collectives import HostLink
 from lightning_dpipe.strategy.launcher import DPipeLauncher, reset_for_new_job
-from lightning_dpipe.strategy.watch import Watch, end_all, follow_parent
+from lightning_dpipe.strategy.watch import Nursery, Watch, end_all, follow_parent
 
 
 class RankedStrategy(ParallelStrategy):
@@ -37,6 +37,7 @@ class RankedStrategy(ParallelStrategy):
         self._link: HostLink | None = None
         self._watch: Watch | None = None
         self._children: Sequence[subprocess.Popen[bytes]] = ()
+        self._nursery: Nursery | None = None
 
     @property
     def is_distributed(self) -> bool:
@@ -108,6 +109,9 @@ class RankedStrategy(ParallelStrategy):
 
     def _on_launch(self, children: Sequence["subprocess.Popen[bytes]"]) -> None:
         self._children = children
+        if children:
+            self._nursery = Nursery(children)
+            self._nursery.start()
         follow_parent()
 
     def setup_environment(self) -> None:
@@ -132,6 +136,7 @@ class RankedStrategy(ParallelStrategy):
                 children=self._children,
             )
             self._watch.start()
+        self._leave_nursery()
 
     # Between ranks
 
@@ -174,14 +179,20 @@ class RankedStrategy(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks why, and leave no process behind."""
+        self._leave_nursery()
         if not isinstance(exception, Exception):  # Ctrl-C: Lightning itself stops all ranks
             if self._watch is not None:
                 self._watch.stop()
         elif self._watch is None:  # refused before the ranks met: all of them refuse alike
-            end_all(self._children, patience_s=10.0)
+            end_all(self._children, patience_s=3.0)
         else:
             self._watch.fail(exception, self.failed_at)
             self._watch.leave()
+
+    def _leave_nursery(self) -> None:
+        if self._nursery is not None:
+            self._nursery.stop()
+            self._nursery = None
 
     def teardown(self) -> None:
         """End a run; process group and cut model stay for the next one."""

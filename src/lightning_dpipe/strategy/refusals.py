@@ -106,21 +106,29 @@ def check_early_encoding(trainer: Any, module: LightningModule) -> None:
                 )
 
 
+def check_several(error: RuntimeError) -> None:
+    """Replace Lightning's advice on several optimizers (manual optimization), which is wrong here.
+
+    Raises:
+        UnsupportedError: That is what `error` is about.
+    """
+    if "multiple optimizers" in str(error):
+        raise UnsupportedError(
+            "configure_optimizers returned several optimizers; expected exactly 1, use parameter "
+            "groups for different settings"
+        ) from error
+
+
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse all but one optimizer, and those that look at the whole model at once.
+    """Refuse an optimizer that looks at the whole model at once.
 
     Raises:
         UnsupportedError: Named in the message.
     """
-    if len(optimizers) != 1:
-        raise UnsupportedError(
-            f"configure_optimizers returned {len(optimizers)} optimizers; expected exactly 1, use "
-            "parameter groups for different settings"
-        )
-    for base in type(optimizers[0]).__mro__:
+    for base in (b for optimizer in optimizers for b in type(optimizer).__mro__):
         if base.__name__.startswith(_OPTIMIZERS):
             raise UnsupportedError(
-                f"optimizer {type(optimizers[0]).__name__} looks at all parameters at once or "
+                f"optimizer {base.__name__} looks at all parameters at once or "
                 "calls the closure several times; a rank holds one stage's. Use AdamW, SGD or "
                 "another optimizer that treats each parameter on its own"
             )

@@ -17,7 +17,7 @@ from lightning_dpipe.models.spec import DRAW_KEY
 from lightning_dpipe.runtime.engine import StepResult
 from lightning_dpipe.strategy.assemble import PipelineSession
 from lightning_dpipe.strategy.local import Named, num_samples, select_fields
-from lightning_dpipe.strategy.lookahead import Outlook
+from lightning_dpipe.strategy.lookahead import Outlook, Outlooks
 from lightning_dpipe.strategy.module import DiffusionModule
 
 
@@ -29,18 +29,15 @@ class StepRunner:
         module: DiffusionModule,
         session: PipelineSession,
         prepare: Callable[[Any], Any],
+        outlooks: Outlooks,
     ) -> None:
         self.module = module
         self.session = session
-        self.training: deque[Outlook] = deque()
-        self.evaluation: deque[Outlook] = deque()
+        self.training = outlooks.training
+        self.evaluation = outlooks.evaluation
         self.last: StepResult | None = None
         self._prepare = prepare
         self._promised: int | None = None
-
-    def announce(self, outlook: Outlook, *, training: bool) -> None:
-        """Take note of a batch that a loader is about to yield."""
-        (self.training if training else self.evaluation).append(outlook)
 
     @property
     def looks_ahead(self) -> bool:

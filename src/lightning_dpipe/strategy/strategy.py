@@ -34,7 +34,7 @@ from lightning_dpipe.strategy.clipping import clip_by_norm, total_norm
 from lightning_dpipe.strategy.gradients import GradientStash
 from lightning_dpipe.strategy.installed import Installation
 from lightning_dpipe.strategy.loaders import fills_bubbles, loader_batch_size, wrap_loader
-from lightning_dpipe.strategy.lookahead import Outlook
+from lightning_dpipe.strategy.lookahead import Outlooks
 from lightning_dpipe.strategy.module import DiffusionModule
 from lightning_dpipe.strategy.planned import PlanOptions, Setting
 from lightning_dpipe.strategy.ranks import RankedStrategy, move
@@ -43,8 +43,10 @@ from lightning_dpipe.strategy.refusals import (
     check_early_encoding,
     check_module,
     check_optimizers,
+    check_several,
     check_trainer,
 )
+from lightning_dpipe.strategy.steps import StepRunner
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +99,7 @@ class DiffusionPipeStrategy(RankedStrategy):
         self._batch_size = batch_size
         self._weights_only = weights_only
         self._installed: Installation | None = None
+        self._outlooks = Outlooks()
         self._stash: GradientStash | None = None
         self._reduces = True
 
@@ -214,16 +217,18 @@ class DiffusionPipeStrategy(RankedStrategy):
     def _install(self, setting: Setting) -> None:
         module = self._module
         reducer = partial(open_reducer, rank=self.global_rank, device=self.root_device)
-        prepare = self._prepare_next
-        self._installed = Installation.of(
-            module, self.options, setting, self.link, prepare, reducer
-        )
+        runner = partial(StepRunner, prepare=self._prepare_next, outlooks=self._outlooks)
+        self._installed = Installation.of(module, self.options, setting, self.link, reducer, runner)
         self._stash = None
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Call `configure_optimizers` on the cut model: same names and order as uncut."""
         self.optimizers = []
-        super().setup_optimizers(trainer)
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as error:
+            check_several(error)
+            raise
         check_optimizers(self.optimizers)
         self._stash = GradientStash([p for p in self._module.parameters() if p.requires_grad])
 
@@ -246,12 +251,9 @@ class DiffusionPipeStrategy(RankedStrategy):
             self._module.trainer,
             field=next(iter(self._module.spec.inputs)),
             exchange=self.link.gather,
-            announce=self._announce,
-            clear=lambda: self.installed.runner.training.clear(),
+            announce=self._outlooks.announce,
+            clear=self._outlooks.training.clear,
         )
-
-    def _announce(self, outlook: Outlook, training: bool) -> None:
-        self.installed.runner.announce(outlook, training=training)
 
     def _prepare_next(self, batch: Any) -> Any:
         """Bring the batch that was looked ahead at to the device, as Lightning will do itself."""
@@ -339,7 +341,7 @@ class DiffusionPipeStrategy(RankedStrategy):
 
     def on_validation_end(self) -> None:
         """Forget batches that were announced but not run."""
-        self.installed.runner.evaluation.clear()
+        self._outlooks.evaluation.clear()
 
     on_test_end = on_predict_end = on_validation_end
 

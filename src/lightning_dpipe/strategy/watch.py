@@ -35,6 +35,7 @@ _LOOK_S = 0.5
 _SILENCE_S = 15.0
 _GRACE_S = 8.0
 """How long a process may take to end by itself once it knows of a failure."""
+_EARLY_GRACE_S = 3.0
 
 
 class Watch:
@@ -186,6 +187,40 @@ class Watch:
         """The failure of another rank as this rank's exception."""
         assert self.report is not None
         return RankError(str(self.report))
+
+
+class Nursery:
+    """Watches launched children until the ranks have met and `Watch` takes over.
+
+    A child that fails before (an import error) would leave this process waiting for it to join.
+    """
+
+    def __init__(self, children: Sequence["subprocess.Popen[bytes]"]) -> None:
+        self._children = children
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dpipe-nursery", daemon=True)
+
+    def start(self) -> None:
+        """Start looking."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The children have joined, or this process is ending by itself."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_LOOK_S):
+            codes = [child.poll() for child in self._children]
+            failed = next((i for i, code in enumerate(codes) if code), None)
+            if failed is None:
+                continue
+            # The same may be about to happen here, with a better message.
+            if self._stop.wait(_EARLY_GRACE_S):
+                return
+            report = report_of_exit(failed + 1, f"rank {failed + 1}", codes[failed] or 0)
+            print(f"[rank 0] {report} before it joined the others", file=sys.stderr, flush=True)
+            end_all(self._children, patience_s=0.0)
+            os._exit(1)
 
 
 def end_all(children: Sequence["subprocess.Popen[bytes]"], *, patience_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The config and the recipes travel inside the wheel, built from the repository or from an sdist."""
+"""Config and recipes travel inside the wheel, built from the repository or from an sdist."""
 
 import os
 import shutil

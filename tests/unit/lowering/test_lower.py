@@ -10,7 +10,7 @@ from lightning_dpipe.core.program import Backward, Forward, PostRecv, Reduce, Se
 from lightning_dpipe.lowering.channels import plan_channels
 from lightning_dpipe.lowering.lower import lower
 from lightning_dpipe.models.liveness import trace
-from lightning_dpipe.planning.search import schedule_of
+from lightning_dpipe.planning.schedules.of_plan import schedule_of
 from pipeline import make_plan
 from small import small_unet
 
@@ -93,9 +93,9 @@ def test_a_batch_smaller_than_the_microbatches_is_refused_with_both_numbers() ->
         lower(plan, schedule_of(plan), graph, StepShape(sizes=(2, 2)))
 
 
-def test_a_stage_replicated_inside_a_group_is_refused_by_name() -> None:
+def test_a_replica_beside_another_stage_is_refused_by_name() -> None:
     graph = trace(small_unet(2))
     plan = make_plan(graph, (3,), num_microbatches=2, batch_size=8)
     wide = replace(plan, stages=(replace(plan.stages[0], devices=(0, 1)), plan.stages[1]))
-    with pytest.raises(UnsupportedError, match="stage 0 is on 2 devices"):
+    with pytest.raises(UnsupportedError, match="device 1 holds a replica of stage 0 and 1 more"):
         lower(wide, schedule_of(plan), graph, StepShape(sizes=(8, 8)))

@@ -25,7 +25,7 @@ def test_parts_rebuild_the_joint_batch_in_slot_order(case) -> None:
     rebuilt = []
     for m in range(parts):
         rows = torch.full((cut.rows(m),), -1)
-        for p in cut.parts(m):
+        for p in cut.parts(m, (0, cut.rows(m))):
             count = p.last - p.first
             rows[p.start : p.start + (count - 1) * p.step + 1 : p.step] = local[p.device][
                 p.first : p.last
@@ -40,15 +40,16 @@ def test_parts_rebuild_the_joint_batch_in_slot_order(case) -> None:
 def test_chunks_cover_a_local_batch_once_and_small_ones_are_joined(case, bytes_per_sample) -> None:
     sizes, parts = case
     cut = layout(sizes, tuple(range(len(sizes))), parts)
+    shares = [(0, cut.rows(m)) for m in range(parts)]
     for device, size in enumerate(sizes):
-        chunks = cut.chunks(device, bytes_per_sample)
+        chunks = cut.chunks(device, shares, bytes_per_sample)
         assert [i for first, last in chunks for i in range(first, last)] == list(range(size))
         assert all((b - a) * bytes_per_sample >= MIN_CHUNK_BYTES for a, b in chunks[:-1])
 
 
 def test_equal_batches_need_one_part_a_device() -> None:
     cut = layout((8, 8), (1, 0), 4)
-    assert [len(cut.parts(m)) for m in range(4)] == [2, 2, 2, 2]
-    first = cut.parts(0)
+    assert [len(cut.parts(m, (0, cut.rows(m)))) for m in range(4)] == [2, 2, 2, 2]
+    first = cut.parts(0, (0, 4))
     # Rank 0 (device 1) owns the even slots.
     assert [(p.device, p.start, p.step) for p in first] == [(0, 1, 2), (1, 0, 2)]

@@ -1,7 +1,8 @@
 from lightning_dpipe.core.op import Op
 from lightning_dpipe.core.timeline import Activity, Span, Timeline
 from lightning_dpipe.planning.bubbles import Bubble, bubbles
-from lightning_dpipe.planning.search import make_plan, schedule_of
+from lightning_dpipe.planning.schedules.of_plan import schedule_of
+from lightning_dpipe.planning.search import make_plan
 from lightning_dpipe.simulation.simulate import simulate
 from synthetic import FrozenChain, model_profile
 

@@ -10,7 +10,8 @@ from lightning_dpipe.core.op import Op
 from lightning_dpipe.core.plan import Fill, Plan
 from lightning_dpipe.core.profile import Link, Profile
 from lightning_dpipe.planning.filling import fill, lower_bound_us
-from lightning_dpipe.planning.search import make_plan, schedule_of
+from lightning_dpipe.planning.schedules.of_plan import schedule_of
+from lightning_dpipe.planning.search import make_plan
 from lightning_dpipe.simulation.simulate import simulate
 from synthetic import FrozenChain, model_profile
 

@@ -6,7 +6,8 @@ from lightning_dpipe.core.jsonio import digest, from_data, to_data
 from lightning_dpipe.core.op import OpKind
 from lightning_dpipe.core.plan import Plan
 from lightning_dpipe.core.profile import Profile
-from lightning_dpipe.planning.search import explain, make_plan, schedule_of
+from lightning_dpipe.planning.schedules.of_plan import schedule_of
+from lightning_dpipe.planning.search import explain, make_plan
 from synthetic import FrozenChain, model_profile
 
 FROZEN = (FrozenChain(name="text", forward_us=(30, 30)),)

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from lightning_dpipe.core.profile import ComponentCost, Profile
-from lightning_dpipe.planning.search import make_plan, schedule_of
+from lightning_dpipe.planning.schedules.of_plan import schedule_of
+from lightning_dpipe.planning.search import make_plan
 from lightning_dpipe.profiling.calibrate import calibrate
 from lightning_dpipe.simulation.simulate import simulate
 from synthetic import FrozenChain, model_profile

@@ -1,6 +1,7 @@
 """Pipelines compute what one process computes, bit for bit with one replica."""
 
 import copy
+import random
 from collections.abc import Callable
 from functools import partial
 
@@ -12,10 +13,10 @@ from hypothesis import strategies as st
 from lightning_dpipe.core.plan import Fill, Plan
 from lightning_dpipe.models.liveness import trace
 from lightning_dpipe.models.spec import PipelineSpec
-from lightning_dpipe.planning.search import schedule_of
+from lightning_dpipe.planning.schedules.of_plan import schedule_of
 from oracle import accumulate, encode, fills_of, joint
 from pipeline import gather_gradients, make_plan, run_pipeline
-from small import small_batch, small_unet
+from small import random_model, small_batch, small_unet
 
 Make = Callable[[], PipelineSpec]
 
@@ -101,6 +102,29 @@ def test_replicas_sum_to_the_global_mean() -> None:
     compare(make, plan, all_rows(4, 4, 1), exact=False)
 
 
+@pytest.mark.parametrize(
+    ("cuts", "replicas", "groups"),
+    [
+        ((4,), (1, 2), 1),
+        ((4,), (2, 1), 1),
+        ((2, 5), (2, 1, 1), 1),
+        ((4,), (3, 2), 1),
+        ((3,), (1, 2), 2),
+    ],
+)
+@pytest.mark.parametrize("selfcond", [False, True])
+def test_unequal_replicas_of_stages_exchange_the_rows_they_share(
+    cuts, replicas, groups, selfcond
+) -> None:
+    make = partial(small_unet, 3, self_conditioning=selfcond)
+    plan = make_plan(
+        trace(make()), cuts, num_microbatches=3, batch_size=5, replicas=replicas, groups=groups
+    )
+    coins = (True, False) if selfcond else None
+    batches = all_rows(plan.world_size, 5, 2)
+    compare(make, plan, batches, exact=False, coins=coins, filled=True, accumulate=2)
+
+
 @pytest.mark.parametrize("coins", [(True, False, True), (False, True, True)])
 def test_self_conditioning_feeds_the_estimate_back(coins) -> None:
     make = partial(small_unet, 2, self_conditioning=True)
@@ -179,3 +203,32 @@ def test_dropout_depends_on_the_key_and_not_on_the_cut() -> None:
     for other in grads[1:]:
         for name, grad in grads[0].items():
             torch.testing.assert_close(other[name], grad, rtol=1e-6, atol=1e-8, msg=name)
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_random_models_plans_replicas_and_batches(block) -> None:
+    """300 in all, on up to 8 ranks; bit-identical without replicas."""
+    for seed in range(30 * block, 30 * block + 30):
+        draw = random.Random(seed)
+        make = partial(random_model, seed)
+        graph = trace(make())
+        layers = len(graph.backbones[0].layers)
+        num_stages = draw.randint(1, min(4, layers))
+        cuts = sorted(draw.sample(range(1, layers), num_stages - 1))
+        replicas = tuple(draw.choice((1, 1, 2)) for _ in range(num_stages))
+        groups = draw.choice((1, 1, 2)) if sum(replicas) <= 4 else 1
+        world = sum(replicas) * groups
+        rows = [draw.randint(2, 4) for _ in range(world)]
+        microbatches = draw.randint(1, min(map(sum, _by_group(rows, groups))) // max(replicas))
+        plan = make_plan(
+            graph, cuts, num_microbatches=microbatches, batch_size=max(rows),
+            schedule=draw.choice(("gpipe", "1f1b")), replicas=replicas, groups=groups,
+        )  # fmt: skip
+        batches = [[small_batch(n, seed=r) for r, n in enumerate(rows)] for _ in range(2)]
+        filled = draw.random() < 0.5
+        compare(make, plan, batches, exact=world == num_stages, filled=filled, accumulate=2)
+
+
+def _by_group(rows: list[int], groups: int) -> list[list[int]]:
+    size = len(rows) // groups
+    return [rows[i * size : (i + 1) * size] for i in range(groups)]

@@ -61,11 +61,12 @@ def test_two_chunks_on_a_device_are_legal() -> None:
     check("0F0 3F0 3B0 0B0\n1F0 2F0 2B0 1B0", plan)
 
 
-def test_replicas_of_a_stage_share_its_microbatches() -> None:
+def test_every_replica_of_a_stage_runs_all_its_microbatches() -> None:
     plan = plan_of(2, 2, devices=((0,), (1, 2)), num_devices=3)
-    check("0F0 0F1 0B0 0B1\n1F0 1B0\n1F1 1B1", plan)
-    with pytest.raises(ScheduleError, match=r"device 2: op 1B0 is apart from 1F0 on device 1"):
-        check("0F0 0F1 0B0 0B1\n1F0\n1B0 1F1 1B1", plan)
+    both = "1F0 1B0 1F1 1B1"
+    check(f"0F0 0F1 0B0 0B1\n{both}\n{both}", plan)
+    with pytest.raises(ScheduleError, match=r"device 2: op 1B1 is missing, device 1 has it"):
+        check(f"0F0 0F1 0B0 0B1\n{both}\n1F0 1B0", plan)
 
 
 def test_self_conditioned_forwards_wait_for_the_last_stages_estimate() -> None:

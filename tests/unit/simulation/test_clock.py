@@ -4,7 +4,8 @@ import pytest
 
 from lightning_dpipe.core.profile import Link
 from lightning_dpipe.core.program import StepShape
-from lightning_dpipe.planning.search import make_plan, schedule_of
+from lightning_dpipe.planning.schedules.of_plan import schedule_of
+from lightning_dpipe.planning.search import make_plan
 from lightning_dpipe.simulation.clock import Clock
 from lightning_dpipe.simulation.tasks import task_graph
 from synthetic import model_profile

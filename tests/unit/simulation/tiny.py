@@ -33,7 +33,7 @@ def message(source: int, target: int, tag: str, *, lane: Lane = Lane.PIPELINE) -
 
 
 def post(msg: Message, slot: int, buffer: int = 0) -> PostRecv:
-    return PostRecv(message=msg, slot=slot, buffer=buffer)
+    return PostRecv(message=msg, slot=slot, buffer=buffer, first=0, last=msg.shape[0])
 
 
 def wait(msg: Message, slot: int) -> WaitRecv:
@@ -41,7 +41,7 @@ def wait(msg: Message, slot: int) -> WaitRecv:
 
 
 def send(msg: Message, slot: int) -> Send:
-    return Send(message=msg, slot=slot)
+    return Send(message=msg, slot=slot, first=0, last=msg.shape[0])
 
 
 def free(*slots: int) -> Free:

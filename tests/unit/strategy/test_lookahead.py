@@ -36,9 +36,10 @@ class Desk:
     def run(self, loader: AgreedLoader, sampler: Any = None) -> list[list[int]]:
         """What Lightning does: set the epoch, iterate up to the limit."""
         batches = []
-        for self.epoch in range(self.epochs):
+        for epoch in range(self.epochs):
+            self.epoch = epoch
             if sampler is not None:
-                sampler.set_epoch(self.epoch)
+                sampler.set_epoch(epoch)
             for i, batch in enumerate(loader):
                 batches.append(batch.tolist())
                 if i + 1 >= self.limit:
@@ -150,7 +151,10 @@ def test_a_rank_that_ends_early_ends_all_with_a_warning(
 
 def test_unequal_lengths_are_cut_in_training_and_refused_in_evaluation() -> None:
     def loaders() -> list[Any]:
-        return [DataLoader(torch.arange(6), batch_size=2), DataLoader(torch.arange(4), batch_size=2)]
+        return [
+            DataLoader(torch.arange(6), batch_size=2),
+            DataLoader(torch.arange(4), batch_size=2),
+        ]
 
     assert [len(r) for r in on_two_ranks(loaders(), ahead=False, strict=False)] == [2, 2]
     for error in on_two_ranks(loaders(), ahead=False, strict=True):

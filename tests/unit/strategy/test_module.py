@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 
 from lightning_dpipe.core.errors import SpecError
-from lightning_dpipe.strategy.local import select_fields
+from lightning_dpipe.strategy.local import sample_losses, select_fields
 from lightning_dpipe.strategy.module import DiffusionModule
 from toy import Toy, ToyData, draw, squared_error
 
@@ -31,7 +31,9 @@ class Record(Callback):
         self.indices: list[list[int]] = []
         self.val: list[float] = []
 
-    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, i: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, module: Any, outputs: Any, batch: Any, i: int
+    ) -> None:
         self.losses.append(float(trainer.callback_metrics["train/loss"]))
         self.indices.append(batch["index"].tolist())
 
@@ -40,7 +42,9 @@ class Record(Callback):
             self.val.append(float(trainer.callback_metrics["val/loss"]))
 
 
-def by_hand(module: Toy, images: torch.Tensor, batch: int, estimate: torch.Tensor | None = None) -> Any:
+def by_hand(
+    module: Toy, images: torch.Tensor, batch: int, estimate: torch.Tensor | None = None
+) -> Any:
     """The toy's losses per sample, written out."""
     key = torch.tensor([[batch, slot] for slot in range(len(images))])
     with torch.no_grad():
@@ -90,8 +94,6 @@ def test_a_self_conditioned_step_reads_the_first_estimate() -> None:
             if coins[-1]:
                 losses, _ = by_hand(module, images, batch, estimate)
         fields = {"image": images, "draw_key": module.training_keys(6)}
-        from lightning_dpipe.strategy.local import sample_losses
-
         got = sample_losses(module.spec, fields, self_conditioned=coins[-1])["mlp"]
         assert torch.equal(got, losses)
         module.batches_consumed += 1
@@ -99,8 +101,6 @@ def test_a_self_conditioned_step_reads_the_first_estimate() -> None:
 
 
 def test_bf16_self_conditioning_still_trains_every_weight() -> None:
-    from lightning_dpipe.strategy.local import sample_losses
-
     module = Toy(self_conditioning=True)
     module.configure_model()
     fields = {"image": torch.randn(4, 8), "draw_key": module.training_keys(4)}
@@ -113,7 +113,8 @@ def test_bf16_self_conditioning_still_trains_every_weight() -> None:
 
 def test_frozen_components_never_train_nor_leave_eval_mode(tmp_path: Path) -> None:
     class Watch(Callback):
-        seen: list[bool] = []
+        def __init__(self) -> None:
+            self.seen: list[bool] = []
 
         def on_train_batch_start(self, trainer: Trainer, module: Any, *args: Any) -> None:
             self.seen.append(any(m.training for m in module.encoder.modules()))
@@ -191,5 +192,5 @@ def test_a_batch_that_does_not_fit_the_spec_is_named(batch: Any, message: str) -
 
 
 def test_a_name_that_nobody_writes_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="layer 'join' reads .'nowhere'."):
+    with pytest.raises(SpecError, match=r"layer 'join' reads \['nowhere'\]"):
         trainer(max_epochs=1, default_root_dir=tmp_path).fit(Toy(spec_error=True), ToyData())

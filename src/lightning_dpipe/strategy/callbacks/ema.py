@@ -36,12 +36,22 @@ class EMA(Callback):
         self.num_updates = 0
         self.average: dict[str, Tensor] = {}
         self._link: HostLink | None = None
+        self._restored: Mapping[str, Any] | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget an earlier run's average: a checkpoint may arrive before training starts."""
+        self.average = {}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin with the weights as they are; a checkpoint replaces them afterwards."""
+        """Begin with the weights as they are, or with what a checkpoint has brought already.
+
+        A strategy that cuts the model reads the checkpoint after this hook, others before it.
+        """
         self._link = getattr(trainer.strategy, "link", None) or HostLink()
         self.num_updates = 0
         self.average = {name: p.detach().clone().float() for name, p in _own(pl_module).items()}
+        if self._restored is not None:
+            self._restore(self._restored)
 
     @torch.no_grad()
     def on_train_batch_end(
@@ -77,14 +87,21 @@ class EMA(Callback):
         Raises:
             DPipeError: The file lacks an averaged weight of this model.
         """
-        self.num_updates = int(state_dict["num_updates"])
+        if self.average:
+            self._restore(state_dict)
+        else:
+            self._restored = state_dict
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self._restored = None
+        self.num_updates = int(state["num_updates"])
         for name, value in self.average.items():
-            if name not in state_dict["average"]:
+            if name not in state["average"]:
                 raise DPipeError(
                     f"the checkpoint has no averaged weight {name!r}; it is of another model: "
                     "resume with the model it was saved from, or remove the EMA callback"
                 )
-            value.copy_(state_dict["average"][name])
+            value.copy_(state["average"][name])
 
 
 def _own(module: LightningModule) -> dict[str, torch.nn.Parameter]:

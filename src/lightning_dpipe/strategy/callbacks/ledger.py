@@ -16,7 +16,7 @@ from lightning.pytorch import Callback
 
 from lightning_dpipe.core.program import StepShape
 from lightning_dpipe.core.timeline import Activity, Timeline
-from lightning_dpipe.planning.search import schedule_of
+from lightning_dpipe.planning.schedules.of_plan import schedule_of
 from lightning_dpipe.runtime.trace import merge
 from lightning_dpipe.simulation.render import save_png
 from lightning_dpipe.simulation.simulate import simulate

@@ -15,7 +15,7 @@ from lightning_dpipe.core.jsonio import save
 from lightning_dpipe.core.plan import Plan
 from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.core.timeline import Timeline
-from lightning_dpipe.planning.search import schedule_of
+from lightning_dpipe.planning.schedules.of_plan import schedule_of
 from lightning_dpipe.simulation.render import save_png
 from lightning_dpipe.simulation.simulate import simulate
 from lightning_dpipe.strategy.strategy import DiffusionPipeStrategy

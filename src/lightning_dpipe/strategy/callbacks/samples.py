@@ -40,10 +40,13 @@ class DrawsSamples(Protocol):
 class Drawn:
     """What was asked and what came out.
 
-    `ranks`: place of each asked image among all real ones, nearest first, 1 is best.
+    `hits`: to how many samples the nearest real image is the asked one, or one of the asked label.
+    `ranks`: place of each asked image among all real ones, nearest first, 1 is best; empty for
+    labels, which many images share.
     """
 
     captions: tuple[str, ...]
+    hits: int
     ranks: tuple[int, ...]
     num_references: int
     path: Path
@@ -101,16 +104,32 @@ class SampleGrid(Callback):
         captions = _captions(datamodule, fields)
         save_grid(self.path, {"real": fields["image"], "drawn": images}, captions)
         # Held-out images come first, so that a sample's number is its image's place.
-        others = [x for x in (asked, datamodule.train_dataloader().dataset) if _in_memory(x)]
-        references = torch.cat([x.fields["image"] for x in others] or [fields["image"]])
-        self.drawn = Drawn(
-            captions=tuple(captions),
-            ranks=nearest_ranks(images.cpu(), references, torch.tensor(shown)),
-            num_references=len(references),
-            path=self.path,
-        )
+        others = [x.fields for x in (asked, datamodule.train_dataloader().dataset) if _in_memory(x)]
+        self.drawn = _score(captions, fields, images.cpu(), others or [fields], self.path)
         if trainer.logger is not None and hasattr(trainer.logger, "log_image"):
             trainer.logger.log_image(key="samples", images=[str(self.path)])
+
+
+def _score(
+    captions: Sequence[str],
+    fields: Mapping[str, Tensor],
+    images: Tensor,
+    references: Sequence[Mapping[str, Tensor]],
+    path: Path,
+) -> Drawn:
+    """Compare samples with all real images by pixel distance."""
+    real = torch.cat([x["image"] for x in references])
+    ranks: tuple[int, ...] = ()
+    if "label" in fields:
+        labels = torch.cat([x["label"] for x in references])
+        nearest = torch.cdist(images.flatten(1).double(), real.flatten(1).double()).argmin(1)
+        hits = int((labels[nearest] == fields["label"]).sum())
+    else:
+        ranks = nearest_ranks(images, real, torch.arange(len(images)))
+        hits = sum(rank == 1 for rank in ranks)
+    return Drawn(
+        captions=tuple(captions), hits=hits, ranks=ranks, num_references=len(real), path=path
+    )
 
 
 def _captions(datamodule: Any, fields: Mapping[str, Tensor]) -> Sequence[str]:

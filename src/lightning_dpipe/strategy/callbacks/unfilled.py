@@ -1,4 +1,4 @@
-"""Measure one iteration with the frozen work up front: what the bubbles cost when nothing fills them.
+"""Measure one iteration with the frozen work up front: what bubbles cost when nothing fills them.
 
 In:     a run whose bubbles are filled.
 Out:    the timeline of one unfilled iteration, and its bubble ratio in the log. Losses are the same

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from diffusers import DDIMScheduler, DiTTransformer2DModel
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 
 from lightning_dpipe.models.dit import dit_backbone
@@ -109,7 +110,7 @@ class ClassConditional(DiffusionModule):
         """The label that stands for "no class"."""
         return int(self.dit_config["num_embeds_ada_norm"])
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW over the transformer."""
         return self.optimizer.build(self)
 

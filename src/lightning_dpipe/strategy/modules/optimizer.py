@@ -9,10 +9,11 @@ get a gradient, and the numbering in checkpoints is the single-process one.
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 
 from lightning_dpipe.core.errors import DPipeError
 
@@ -32,7 +33,7 @@ class AdamWConfig:
     decay: Literal["constant", "linear", "cosine"] = "constant"
     end: float = 0.0
 
-    def build(self, module: LightningModule) -> dict[str, Any]:
+    def build(self, module: LightningModule) -> OptimizerLRSchedulerConfig:
         """Optimizer and its schedule, stepped once per optimizer step.
 
         Raises:

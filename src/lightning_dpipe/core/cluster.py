@@ -1,0 +1,181 @@
+"""Machines one may not have: devices, nodes and the links between them.
+
+In:     a mapping (a cluster file), or keyword arguments. Out: what a roofline profile and a mapping
+of ranks onto nodes need. Ranks are numbered node by node.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from lightning_dpipe.core.errors import ClusterError
+from lightning_dpipe.core.graph import DTYPE_BYTES
+from lightning_dpipe.core.jsonio import from_data
+from lightning_dpipe.core.profile import Link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One accelerator.
+
+    `flops_per_s` is the peak of matrix products by dtype. A kernel of ``f`` FLOPs gets the share
+    ``max_efficiency * f / (f + half_efficiency_flops)`` of it: small kernels leave units idle, so
+    time per sample falls as batches grow. `memory_efficiency` is the share of
+    `memory_bytes_per_s` that streaming kernels get; `launch_us` is the least a kernel takes when
+    the host launches each one.
+    """
+
+    name: str
+    flops_per_s: Mapping[str, int]
+    memory_bytes: int
+    memory_bytes_per_s: int
+    max_efficiency: float
+    half_efficiency_flops: int
+    memory_efficiency: float
+    launch_us: int
+
+    def __post_init__(self) -> None:
+        _check_positive(f"device {self.name!r}", self, zero=("launch_us", "half_efficiency_flops"))
+        for name in ("max_efficiency", "memory_efficiency"):
+            if getattr(self, name) > 1:
+                raise ClusterError(
+                    f"{name} of device {self.name!r} is {getattr(self, name)}; "
+                    "expected a share in (0, 1]"
+                )
+        if not self.flops_per_s:
+            raise ClusterError(f"device {self.name!r} has no flops_per_s; give at least one dtype")
+        for dtype, flops in self.flops_per_s.items():
+            if dtype not in DTYPE_BYTES:
+                raise ClusterError(
+                    f"flops_per_s of device {self.name!r} names {dtype!r}; "
+                    f"known: {', '.join(DTYPE_BYTES)}"
+                )
+            if not _is_number(flops) or flops <= 0:
+                raise ClusterError(
+                    f"flops_per_s[{dtype}] of device {self.name!r} is {flops!r}; expected a "
+                    "number above 0"
+                )
+
+    def matrix_us(self, flops: int, dtype: str) -> float:
+        """Time of one matrix product or convolution of `flops`, operands of `dtype`.
+
+        Raises:
+            ClusterError: The device's peak for the dtype is not known.
+        """
+        if dtype not in self.flops_per_s:
+            raise ClusterError(
+                f"device {self.name!r} has no flops_per_s for {dtype}, only for "
+                f"{', '.join(self.flops_per_s)}; add it to the cluster file"
+            )
+        if not flops:
+            return 0.0
+        # flops / (peak * efficiency), with the efficiency written out.
+        best = self.flops_per_s[dtype] * self.max_efficiency
+        return (flops + self.half_efficiency_flops) / best * 1e6
+
+    def memory_us(self, num_bytes: int) -> float:
+        """Time of streaming `num_bytes` to or from memory."""
+        return num_bytes / (self.memory_bytes_per_s * self.memory_efficiency) * 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """`nodes` equal machines of `devices_per_node` devices.
+
+    `inside` is one transfer between two devices of a node, `between` one between nodes that has
+    the network to itself; all devices of a node share `nic_bytes_per_s`, each way.
+    """
+
+    name: str
+    nodes: int
+    devices_per_node: int
+    device: Device
+    inside: Link
+    between: Link
+    nic_bytes_per_s: int
+
+    def __post_init__(self) -> None:
+        _check_positive(f"cluster {self.name!r}", self)
+        for name in ("inside", "between"):
+            link = getattr(self, name)
+            where = f"link {name} of cluster {self.name!r}"
+            _check_positive(where, link, zero=("latency_us", "host_us"))
+
+    @classmethod
+    def from_mapping(cls, data: Mapping[str, Any]) -> "Cluster":
+        """Read a cluster file's content.
+
+        Raises:
+            ClusterError: A field is missing, unknown or out of range; the message names it.
+        """
+        _check_fields("the cluster", cls, data, optional=())
+        _check_fields("its device", Device, data["device"], optional=())
+        for name in ("inside", "between"):
+            _check_fields(f"its link {name!r}", Link, data[name], optional=("host_us",))
+        made: Cluster = from_data(cls, data)
+        return made
+
+    @property
+    def world_size(self) -> int:
+        """All devices."""
+        return self.nodes * self.devices_per_node
+
+    def node_of(self, rank: int) -> int:
+        """The node of a global rank.
+
+        Raises:
+            ClusterError: The cluster has no such rank.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ClusterError(
+                f"rank {rank} is not in cluster {self.name!r} of {self.world_size} devices"
+            )
+        return rank // self.devices_per_node
+
+    def link(self, source: int, target: int) -> Link:
+        """What a transfer between two ranks costs when nothing else is on the way."""
+        return self.inside if self.node_of(source) == self.node_of(target) else self.between
+
+    def ring(self, num_nodes: int, *, side_by_side: int = 1) -> Link:
+        """What each rank of a ring reduction over `num_nodes` nodes sees.
+
+        A ring that visits node after node crosses each node's network card once each way;
+        `side_by_side` rings (one per stage of pipelines that stay inside nodes) share it.
+        """
+        if num_nodes == 1:
+            return self.inside
+        share = self.nic_bytes_per_s // side_by_side
+        return Link(
+            latency_us=self.between.latency_us,
+            bytes_per_s=min(self.inside.bytes_per_s, self.between.bytes_per_s, share),
+            host_us=self.between.host_us,
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_positive(where: str, owner: Any, zero: tuple[str, ...] = ()) -> None:
+    """Refuse what is not a number above 0; the fields `zero` may be 0."""
+    for field in fields(owner):
+        if field.type not in (int, float):
+            continue
+        value = getattr(owner, field.name)
+        fits = _is_number(value) and (field.type is float or isinstance(value, int))
+        if not fits or value < 0 or (value == 0 and field.name not in zero):
+            kind = "a whole number" if field.type is int else "a number"
+            least = "of at least 0" if field.name in zero else "above 0"
+            raise ClusterError(f"{field.name} of {where} is {value!r}; expected {kind} {least}")
+
+
+def _check_fields(where: str, kind: Any, data: Any, optional: tuple[str, ...]) -> None:
+    names = [field.name for field in fields(kind)]
+    if not isinstance(data, Mapping):
+        raise ClusterError(f"{where} is {data!r}; expected a mapping of {', '.join(names)}")
+    unknown = sorted(set(data) - set(names))
+    missing = [n for n in names if n not in data and n not in optional]
+    if unknown:
+        raise ClusterError(f"{where} has no field {unknown[0]!r} (fields: {', '.join(names)})")
+    if missing:
+        raise ClusterError(f"{where} lacks {', '.join(missing)}; add it to the cluster file")

@@ -1,0 +1,194 @@
+"""Lower bounds on the iteration of pipelines that are cut in part, or not at all yet.
+
+In:     the costs of all stages (`stage_costs`) and how a group cuts its batch.
+Out:    for every rest of the backbone, number of stages and devices: three least times. With the
+        stages chosen so far (`Prefix`) they bound the simulated iteration from below.
+
+From the first forward of a chain of stages,
+    path   until its first stage has run its last backward: the first stage's ops one after the
+           other, or its first forward, the path of the stages behind it, and its last backward,
+    finish until all its stages have summed gradients and stepped: path + tail, or the first
+           forward and the finish of the stages behind it,
+    load   of its most loaded device: ops, optimizer, and the frozen work that is to be hidden.
+Each holds for every schedule that flushes and keeps one stage a device. path and finish are least
+over cuts separately, so the bound of a chain may be below that of any cut: it stays a bound.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_dpipe.planning.stage_costs import Array, BackboneCosts, Cutting, StageTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rest:
+    """Least times of the layers from each border on, in given numbers of stages and devices."""
+
+    path: Array
+    finish: Array
+    load: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefix:
+    """What the stages chosen so far do to the times of the stages behind them.
+
+    finish = max(own, before_path + path', before_finish + finish'), load = max(load, load').
+    """
+
+    own: float
+    before_path: float
+    before_finish: float
+    load: float
+
+
+NOTHING = Prefix(own=0.0, before_path=0.0, before_finish=0.0, load=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Terms:
+    """Per stage ``[start, stop)``: what the recursion adds up.
+
+    `around` stands before and after the path of the stages behind, `first` before their finish.
+    """
+
+    work: Array
+    around: Array
+    first: Array
+    tail: Array
+    load: Array
+
+
+class ChainBounds:
+    """Bounds of all chains for one cutting of the batch.
+
+    `frozen_us` is each device's frozen work; if `hidden` it runs in bubbles and counts as load,
+    else it comes first and shifts everything. `uniform`: one device a stage.
+    """
+
+    def __init__(
+        self,
+        costs: BackboneCosts,
+        cutting: Cutting,
+        *,
+        max_stages: int,
+        frozen_us: int,
+        hidden: bool,
+        uniform: bool = False,
+    ) -> None:
+        self.costs, self.cutting = costs, cutting
+        self.frozen_us, self.hidden = frozen_us, hidden
+        self.max_stages = min(max_stages, costs.num_layers, cutting.num_devices)
+        self.most_replicas = 1 if uniform else min(cutting.num_devices, cutting.sizes[-1])
+        self._hops = costs.hops_us(cutting, self.most_replicas)
+        self._tables: dict[tuple[int, int], tuple[StageTable, _Terms]] = {}
+        self._rests = self._all_rests()
+
+    def table(self, replicas: int, from_back: int) -> StageTable:
+        """Costs of stages `from_back` stages before the end of the pipeline."""
+        return self._table_and_terms(replicas, from_back)[0]
+
+    def replica_choices(self, num_stages: int, num_devices: int) -> range:
+        """Devices the first of `num_stages` stages may have, the others keeping one at least."""
+        most = min(num_devices - num_stages + 1, self.most_replicas)
+        return range(num_devices if num_stages == 1 else 1, most + 1)
+
+    def least_us(self, num_stages: int) -> float:
+        """No cut into `num_stages` stages ends the iteration earlier (infinite: none fits)."""
+        rest = self._rests.get((num_stages, self.cutting.num_devices))
+        if rest is None:
+            return float("inf")
+        return self.close_us(max(float(rest.finish[0]), float(rest.load[0])))
+
+    def close_us(self, end_us: float) -> float:
+        """Add what is the same for every cut."""
+        up_front_us = 0 if self.hidden else self.frozen_us
+        return end_us + up_front_us + self.costs.profile.overhead_us
+
+    def extend(
+        self, prefix: Prefix, start: int, replicas: int, num_stages: int, num_devices: int
+    ) -> Array:
+        """Bounds after adding stage ``[start, stop)`` to a prefix, for every `stop`.
+
+        Args:
+            prefix: The stages before `start`.
+            start: First layer of the new stage.
+            replicas: Its devices.
+            num_stages: Stages from `start` on, the new one included.
+            num_devices: Devices of those stages.
+        """
+        t = self._table_and_terms(replicas, num_stages)[1]
+        path, load = t.work[start], np.maximum(prefix.load, t.load[start])
+        finish = path + t.tail[start]
+        if num_stages > 1:
+            behind = self._rests.get((num_stages - 1, num_devices - replicas))
+            if behind is None:
+                return np.full_like(path, np.inf)
+            path = np.maximum(path, t.around[start] + behind.path)
+            finish = np.maximum(path + t.tail[start], t.first[start] + behind.finish)
+            load = np.maximum(load, behind.load)
+        ends = np.maximum(prefix.before_path + path, prefix.before_finish + finish)
+        bounds: Array = np.maximum(np.maximum(ends, prefix.own), load)
+        if num_stages == 1:
+            bounds[:-1] = np.inf
+        return bounds
+
+    def advance(
+        self, prefix: Prefix, start: int, stop: int, replicas: int, num_stages: int
+    ) -> Prefix:
+        """The prefix with stage ``[start, stop)`` added."""
+        t = self._table_and_terms(replicas, num_stages)[1]
+        work, tail = float(t.work[start, stop]), float(t.tail[start, stop])
+        around, p = float(t.around[start, stop]), prefix
+        return Prefix(
+            own=max(p.own, p.before_path + work, p.before_finish + work + tail),
+            before_path=max(p.before_path + around, p.before_finish + around + tail),
+            before_finish=p.before_finish + float(t.first[start, stop]),
+            load=max(p.load, float(t.load[start, stop])),
+        )
+
+    def _all_rests(self) -> dict[tuple[int, int], Rest]:
+        """Dynamic programming from the last stage to the first."""
+        rests: dict[tuple[int, int], Rest] = {}
+        for num_stages in range(1, self.max_stages + 1):
+            for num_devices in range(num_stages, self.cutting.num_devices + 1):
+                found = []
+                for replicas in self.replica_choices(num_stages, num_devices):
+                    behind = rests.get((num_stages - 1, num_devices - replicas))
+                    if num_stages == 1 or behind is not None:
+                        found.append(self._rest(replicas, num_stages, behind))
+                if found:
+                    rests[num_stages, num_devices] = Rest(
+                        path=np.minimum.reduce([x.path for x in found]),
+                        finish=np.minimum.reduce([x.finish for x in found]),
+                        load=np.minimum.reduce([x.load for x in found]),
+                    )
+        return rests
+
+    def _rest(self, replicas: int, num_stages: int, behind: Rest | None) -> Rest:
+        t = self._table_and_terms(replicas, num_stages)[1]
+        if behind is None:
+            return Rest(path=t.work[:, -1], finish=(t.work + t.tail)[:, -1], load=t.load[:, -1])
+        path = np.maximum(t.work, t.around + behind.path)
+        finish = np.maximum(path + t.tail, t.first + behind.finish)
+        load = np.maximum(t.load, behind.load)
+        return Rest(path=path.min(axis=1), finish=finish.min(axis=1), load=load.min(axis=1))
+
+    def _table_and_terms(self, replicas: int, from_back: int) -> tuple[StageTable, _Terms]:
+        """Positions differ only where memory is limited."""
+        key = (replicas, 0 if self.cutting.memory_bytes is None else from_back)
+        if key not in self._tables:
+            t = self.costs.table(self.cutting, replicas=replicas, from_back=from_back)
+            forward_hop, back_hop = self._hops
+            first = t.first + forward_hop
+            hidden_us = self.frozen_us if self.hidden else 0
+            terms = _Terms(
+                work=t.work,
+                around=first + back_hop + t.last,
+                first=first,
+                tail=t.sync + t.step,
+                load=t.work + t.step + hidden_us,
+            )
+            self._tables[key] = (t, terms)
+        return self._tables[key]

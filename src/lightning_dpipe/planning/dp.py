@@ -1,0 +1,163 @@
+"""Partition by dynamic programming over cuts and replicas, with DiffusionPipe's own objective.
+
+In:     costs of all stages, the number of stages, the devices of one pipeline group.
+Out:    the `Cut` of least (M + 2S - 2) W + Y over all cuts and replications.
+Source: DiffusionPipe (arXiv 2405.01248), sections 4.1 and 4.2. W is the slowest stage (forward +
+        backward of a micro-batch, or its traffic), Y the largest reduction time that no backward
+        of an earlier stage hides. Ours differs: W and Y are not separable, so each state keeps all
+        pairs that no other pair beats in both; traffic is every value that comes in, skips too.
+
+Stages are added from the last to the first. What an earlier stage hides of the reductions behind it
+is its own backward: Y' = max(sync, Y - backward).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_dpipe.core.errors import PlanError
+from lightning_dpipe.planning.best_first import Cut, Part
+from lightning_dpipe.planning.partition import incoming_bytes
+from lightning_dpipe.planning.stage_costs import BackboneCosts, Cutting
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Stages from some border on: slowest stage without and with self-conditioning, sync gap."""
+
+    slowest_us: float
+    slowest_sc_us: float
+    gap_us: float
+    parts: tuple[Part, ...]
+
+    def beats(self, other: "Chain") -> bool:
+        """No worse in all three."""
+        return (
+            self.slowest_us <= other.slowest_us
+            and self.slowest_sc_us <= other.slowest_sc_us
+            and self.gap_us <= other.gap_us
+        )
+
+
+def paper_partition(
+    costs: BackboneCosts,
+    cutting: Cutting,
+    *,
+    num_stages: int,
+    probability: float = 0.0,
+    uniform: bool = False,
+) -> Cut:
+    """The cut whose T_max is least.
+
+    Args:
+        costs: Of the backbone.
+        cutting: How a group cuts its batch.
+        num_stages: Stages to make.
+        probability: Share of self-conditioned steps; the objective is the expectation.
+        uniform: One device for every stage, as in the paper's evaluation.
+
+    Raises:
+        PlanError: No cut has that many stages, devices and that little memory.
+    """
+    most = 1 if uniform else min(cutting.num_devices, cutting.sizes[-1])
+    fronts: dict[int, list[list[Chain]]] = {}
+    for stages in range(1, num_stages + 1):
+        behind, fronts = fronts, {}
+        last = cutting.num_devices - (num_stages - stages)
+        tables = [
+            _Stages(costs, cutting, r, stages, conditioned=probability > 0)
+            for r in range(1, most + 1)
+        ]
+        for devices in range(stages, last + 1):
+            found: list[list[Chain]] = [[] for _ in range(costs.num_layers + 1)]
+            for stage in tables:
+                left = devices - stage.replicas
+                if stages == 1 and left == 0:
+                    stage.prepend_all(found, None)
+                elif left in behind:
+                    stage.prepend_all(found, behind[left])
+            fronts[devices] = found
+    ends = fronts.get(cutting.num_devices, [[]])[0]
+    if not ends:
+        raise PlanError(
+            f"the {costs.num_layers} layers of {costs.backbone!r} cannot be cut into {num_stages} "
+            f"stages on {cutting.num_devices} devices within their memory; choose another number"
+        )
+    factor = cutting.num_microbatches + 2 * num_stages - 2
+
+    def t_max_us(chain: Chain) -> float:
+        slowest_us = (1 - probability) * chain.slowest_us + probability * chain.slowest_sc_us
+        return factor * slowest_us + chain.gap_us
+
+    best = min(
+        ends, key=lambda chain: (t_max_us(chain), [(p.stop, p.replicas) for p in chain.parts])
+    )
+    return Cut(parts=best.parts, bound_us=t_max_us(best))
+
+
+class _Stages:
+    """All stages on `replicas` devices at one position, and how they go before a chain."""
+
+    def __init__(
+        self,
+        costs: BackboneCosts,
+        cutting: Cutting,
+        replicas: int,
+        from_back: int,
+        *,
+        conditioned: bool,
+    ) -> None:
+        self.replicas = replicas
+        rows = -(-cutting.sizes[0] // replicas)
+        table = costs.table(cutting, replicas=replicas, from_back=from_back)
+        forward = costs.at("forward_us", rows)
+        self.backward = costs.at("backward_us", rows) + np.where(table.recompute, forward, 0)
+        self.exists = np.isfinite(table.work)
+        self.sync = table.sync
+        link = costs.profile.p2p
+        both_ways = np.array(incoming_bytes(costs.profile.graph, costs.backbone), float) * rows
+        wire = both_ways * 1e6 / link.bytes_per_s
+        sent = both_ways > 0
+        self.slowest = np.maximum(
+            forward + self.backward, np.where(sent, wire + 2 * link.latency_us, 0)
+        )
+        # Without self-conditioned steps all chains are alike in this: it keeps none alive.
+        self.slowest_sc = conditioned * np.maximum(
+            2 * forward + self.backward, np.where(sent, 1.5 * wire + 3 * link.latency_us, 0)
+        )
+
+    def prepend_all(
+        self, found: Sequence[list[Chain]], behind: Sequence[Sequence[Chain]] | None
+    ) -> None:
+        """Add every chain that starts with one of these stages to the front of its start."""
+        num_layers = len(found) - 1
+        for start in range(num_layers):
+            stops = range(start + 1, num_layers) if behind is not None else (num_layers,)
+            for stop in stops:
+                if not self.exists[start, stop]:
+                    continue
+                rests = _END if behind is None else behind[stop]
+                for rest in rests:
+                    _keep(found[start], self._prepend(start, stop, rest))
+
+    def _prepend(self, start: int, stop: int, rest: Chain) -> Chain:
+        return Chain(
+            slowest_us=max(rest.slowest_us, float(self.slowest[start, stop])),
+            slowest_sc_us=max(rest.slowest_sc_us, float(self.slowest_sc[start, stop])),
+            gap_us=max(
+                float(self.sync[start, stop]), rest.gap_us - float(self.backward[start, stop])
+            ),
+            parts=(Part(start, stop, self.replicas), *rest.parts),
+        )
+
+
+_END = (Chain(0.0, 0.0, 0.0, ()),)
+
+
+def _keep(front: list[Chain], chain: Chain) -> None:
+    """Add a chain unless another is as good; drop those it makes useless."""
+    if any(other.beats(chain) for other in front):
+        return
+    front[:] = [other for other in front if not chain.beats(other)]
+    front.append(chain)
