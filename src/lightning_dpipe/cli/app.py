@@ -18,6 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_dpipe.cli.console import quiet_libraries
 from lightning_dpipe.cli.paths import config_dir
 from lightning_dpipe.core.errors import DPipeError
 
@@ -35,6 +36,7 @@ def run_app(
         0 done, 1 failed (traceback printed), 2 bad input (one message printed).
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let exceptions through: `_report` prints them
+    quiet_libraries()
     program = sys.argv[0]
     codes: dict[int, int] = {}  # of failures printed already, by identity
 

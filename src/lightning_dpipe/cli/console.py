@@ -9,7 +9,18 @@ EXPECTED_WARNINGS = (
     r".*isinstance\(treespec, LeafSpec\).*",  # between Lightning and torch
     r"The '\w+_dataloader' does not have many workers",  # the recipes' data is in memory
 )
+QUIET_LIBRARIES = {
+    "WANDB_QUIET": "true",  # the summary says where its run is
+    "TRANSFORMERS_VERBOSITY": "error",  # it reports the pooler that is left out at length
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
 EXPECTED_MESSAGES = ("Tip: For seamless cloud", "All distributed processes registered")
+
+
+def quiet_libraries() -> None:
+    """Ask libraries to be quiet, unless the user chose; they look when they are imported."""
+    for name, value in QUIET_LIBRARIES.items():
+        os.environ.setdefault(name, value)
 
 
 def configure_console() -> None:
@@ -19,7 +30,6 @@ def configure_console() -> None:
         for handler in logging.getLogger().handlers:
             if not isinstance(handler, logging.FileHandler):
                 handler.setLevel(logging.WARNING)
-    os.environ.setdefault("WANDB_QUIET", "true")  # the summary says where its run is
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_news)
     for message in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)

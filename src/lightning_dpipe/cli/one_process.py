@@ -50,9 +50,11 @@ def accumulate_step(
             for device, rank in enumerate(ranks)
         }
         pieces = {v: t.tensor_split(plan.num_microbatches) for v, t in joint(encoded).items()}
+        group_sum: Tensor | float = 0.0  # a tensor: added up in its own precision
         for m in range(plan.num_microbatches):
             values = {v: parts[m] for v, parts in pieces.items()}
-            loss_sum += _micro_step(binding, graph, values, 1.0 / total, self_conditioned)
+            group_sum += _micro_step(binding, graph, values, 1.0 / total, self_conditioned)
+        loss_sum += float(group_sum)
     return loss_sum / total
 
 
@@ -100,7 +102,7 @@ def _slices(plan: Plan, graph: ModelGraph, device: int, self_conditioned: bool) 
 
 def _micro_step(
     binding: Binding, graph: ModelGraph, values: Values, scale: float, self_conditioned: bool
-) -> float:
+) -> Tensor:
     layers = [x for c in graph.backbones for x in binding.layers[c.name]]
     if graph.feedback is not None and binding.feedback is not None:
         declared = graph.values[graph.feedback.writes]
@@ -114,12 +116,10 @@ def _micro_step(
                 estimate = binding.feedback.fn(*[first[v] for v in binding.feedback.reads])
             values[graph.feedback.writes] = estimate
     done = _run(layers, values)
-    total = 0.0
-    for loss in binding.losses.values():
-        per_sample = loss.fn(*[done[v] for v in loss.reads])
-        total += float(per_sample.detach().sum())
-        (per_sample * scale).sum().backward()  # type: ignore[no-untyped-call]
-    return total
+    per_sample = [loss.fn(*[done[v] for v in loss.reads]) for loss in binding.losses.values()]
+    for losses in per_sample:
+        (losses * scale).sum().backward()  # type: ignore[no-untyped-call]
+    return torch.stack([losses.detach().sum() for losses in per_sample]).sum()
 
 
 def _run(layers: Sequence[BoundLayer], values: Values) -> Values:

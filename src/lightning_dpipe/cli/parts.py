@@ -75,11 +75,7 @@ def one_thread_per_rank(config: DictConfig) -> None:
 
 
 def num_devices(config: DictConfig) -> int:
-    """Ranks of one node.
-
-    Raises:
-        DPipeError: `trainer.devices` is "auto" where a number is needed.
-    """
+    """Ranks of one node, counted as Lightning counts ``trainer.devices``."""
     devices = config.trainer.devices
     if isinstance(devices, int):
         return devices if devices > 0 else _auto_devices(config)

@@ -1,7 +1,7 @@
 """A plan's whole world in this process: one thread a rank, the sessions that a Trainer drives.
 
 In:     a planned module, each rank's batches.
-Out:    loss and gradients by parameter name, from the ranks of the first pipeline.
+Out:    loss and gradients by parameter name, from the first rank that holds each stage.
 """
 
 import copy
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_dpipe.core.plan import Plan
 from lightning_dpipe.models.binding import bind
-from lightning_dpipe.runtime.reduce import ThreadReducer, ThreadReduction
+from lightning_dpipe.runtime.reduce import Reducer, ThreadReduction
 from lightning_dpipe.runtime.threads import ThreadHub
 from lightning_dpipe.strategy.assemble import PipelineSession
 from lightning_dpipe.strategy.module import DiffusionModule
@@ -29,6 +29,14 @@ class Outcome:
 
     loss: float
     gradients: Mapping[str, Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Replica:
+    """A rank's way to sum gradients, and its weights: ranks with other stages share a module."""
+
+    reducer: Reducer | None
+    module: DiffusionModule
 
 
 def run_threads(
@@ -48,24 +56,30 @@ def run_threads(
         Exception: Whatever a rank raised first.
     """
     plan = built.plan
-    copies = [module, *(_copy(module) for _ in plan.groups[1:])]
     hub = ThreadHub(plan.world_size)
-    sums = [ThreadReduction(hub, len(plan.groups)) for _ in range(plan.num_devices)]
+    replicas = {
+        rank: _Replica(
+            reduction.reducer(i) if len(ranks) > 1 else None, module if i == 0 else _copy(module)
+        )
+        for ranks in plan.replica_sets
+        for reduction in [ThreadReduction(hub, len(ranks))]
+        for i, rank in enumerate(ranks)
+    }
     losses: list[float] = []
     errors: list[BaseException] = []
 
     def work(rank: int) -> None:
         try:
-            group, position = plan.locate(rank)
+            replica = replicas[rank]
             session = PipelineSession(
                 graph=built.graph,
-                binding=bind(copies[group].spec, built.graph),
+                binding=bind(replica.module.spec, built.graph),
                 plan=plan,
                 rank=rank,
                 transport=hub.transport(rank),
                 device=device,
                 seed=module.seed,
-                reducer=ThreadReducer(sums[position], group) if len(plan.groups) > 1 else None,
+                reducer=replica.reducer,
             )
             losses.append(_steps(session, plan, batches, self_conditioned))
         except BaseException as error:
@@ -82,6 +96,11 @@ def run_threads(
     count = sum(len(next(iter(fields.values()))) for fields in batches[-1])
     gradients = {n: p.grad for n, p in module.named_parameters() if p.requires_grad}
     return Outcome(loss=sum(losses) / count, gradients=gradients)
+
+
+def is_replicated(plan: Plan) -> bool:
+    """Whether gradients are summed over ranks at all."""
+    return any(len(ranks) > 1 for ranks in plan.replica_sets)
 
 
 def _steps(

@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_dpipe.cli.app import JobFailedError
 from lightning_dpipe.cli.one_process import accumulate_step
 from lightning_dpipe.cli.planned import Planned, plan_config
-from lightning_dpipe.cli.threaded import Outcome, run_threads
+from lightning_dpipe.cli.threaded import Outcome, is_replicated, run_threads
 from lightning_dpipe.core.errors import DPipeError
 from lightning_dpipe.models.spec import DRAW_KEY
 from lightning_dpipe.strategy.local import select_fields
@@ -84,7 +84,7 @@ def compare(planned: Planned) -> tuple[Comparison, ...]:
     module, built = planned.module, planned.built
     module.eval()  # dropout off; what is trained still gets its gradient
     batches = _batches(planned, num_steps=2)
-    exact = len(built.plan.groups) == 1 and planned.device.type == "cpu"
+    exact = not is_replicated(built.plan) and planned.device.type == "cpu"
     variants = {"plain": False}
     if built.graph.feedback is not None:
         variants["self-conditioned"] = True

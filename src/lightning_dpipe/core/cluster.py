@@ -62,13 +62,13 @@ class Device:
         Raises:
             ClusterError: The device's peak for the dtype is not known.
         """
+        if not flops:
+            return 0.0
         if dtype not in self.flops_per_s:
             raise ClusterError(
                 f"device {self.name!r} has no flops_per_s for {dtype}, only for "
                 f"{', '.join(self.flops_per_s)}; add it to the cluster file"
             )
-        if not flops:
-            return 0.0
         # flops / (peak * efficiency), with the efficiency written out.
         best = self.flops_per_s[dtype] * self.max_efficiency
         return (flops + self.half_efficiency_flops) / best * 1e6
@@ -82,8 +82,9 @@ class Device:
 class Cluster:
     """`nodes` equal machines of `devices_per_node` devices.
 
-    `inside` is one transfer between two devices of a node, `between` one between nodes that has
-    the network to itself; all devices of a node share `nic_bytes_per_s`, each way.
+    `inside` is one transfer between two devices of a node, `between` one between two nodes while
+    nothing else is on the network (a single one may not use every card); all devices of a node
+    share `nic_bytes_per_s`, each way.
     """
 
     name: str
@@ -144,10 +145,9 @@ class Cluster:
         """
         if num_nodes == 1:
             return self.inside
-        share = self.nic_bytes_per_s // side_by_side
         return Link(
             latency_us=self.between.latency_us,
-            bytes_per_s=min(self.inside.bytes_per_s, self.between.bytes_per_s, share),
+            bytes_per_s=min(self.inside.bytes_per_s, self.nic_bytes_per_s // side_by_side),
             host_us=self.between.host_us,
         )
 

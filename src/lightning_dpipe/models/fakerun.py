@@ -7,7 +7,7 @@ call, so that nothing about the model is touched.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,16 +54,54 @@ class FakeRunner:
         with self._mode:
             return tensor.detach().requires_grad_(tensor.requires_grad)
 
-    def call(self, fn: Callable[..., Any], args: Sequence[Tensor], *, grad: bool) -> Outcome:
-        """Run ``fn(*args)`` on fake `args`."""
+    def call(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Tensor],
+        *,
+        grad: bool,
+        watch: AbstractContextManager[Any] | None = None,
+    ) -> Outcome:
+        """Run ``fn(*args)`` on fake `args`; `watch` (a dispatch mode) sees every op."""
         draws = _DrawWatch()
         with ExitStack() as stack:
-            for context in (self._mode, draws, self._stand_ins, *self._modes(grad)):
+            watches = (draws, watch or nullcontext())
+            for context in (self._mode, *watches, self._stand_ins, *self._modes(grad)):
                 stack.enter_context(context)
             outputs = fn(*args)
         found = _leaves(outputs) if grad else ()
         weights = tuple(self._stand_ins.original(t) for t in found if not any(t is a for a in args))
         return Outcome(outputs=outputs, weights=weights, draws=draws.seen)
+
+    def backward(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor] | None,
+        *,
+        watch: AbstractContextManager[Any],
+    ) -> tuple[Tensor, ...]:
+        """Compute gradients, kept by no tensor; the graph stays for another call.
+
+        Args:
+            outputs: What `call` returned; those without a graph are left out.
+            inputs: Leaves to find gradients of; None for all, weights too.
+            watch: A dispatch mode that sees every op.
+
+        Returns:
+            The leaves, weights as their stand-ins.
+        """
+        roots = [t for t in outputs if t.grad_fn is not None]
+        leaves = tuple(_leaves(roots) if inputs is None else inputs)
+        if roots and leaves:
+            with self._mode:
+                ones = [torch.ones_like(t) for t in roots]
+                with watch:
+                    torch.autograd.grad(roots, leaves, ones, retain_graph=True, allow_unused=True)
+        return leaves
+
+    def stand_in(self, weight: Tensor) -> Tensor:
+        """What layers see for `weight`: itself, or its stand-in."""
+        return self._stand_ins.replacement(weight)
 
     def _modes(self, grad: bool) -> tuple[Any, ...]:
         autocast = torch.autocast(
@@ -102,10 +140,11 @@ class _StandIns(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        args, kwargs = tree_map_only(Tensor, self._replace, (args, dict(kwargs or {})))
+        args, kwargs = tree_map_only(Tensor, self.replacement, (args, dict(kwargs or {})))
         return func(*args, **kwargs)
 
-    def _replace(self, tensor: Tensor) -> Tensor:
+    def replacement(self, tensor: Tensor) -> Tensor:
+        """What stands in for `tensor`, or itself."""
         with torch._C.DisableTorchFunction():
             if isinstance(tensor, FakeTensor):
                 return tensor

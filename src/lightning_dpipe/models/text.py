@@ -32,9 +32,10 @@ def bert_encoder(
     input_ids: str = "input_ids",
     attention_mask: str = "attention_mask",
     out: str = "context",
+    zero_masked: bool = True,
     check: bool = True,
 ) -> FrozenComponent:
-    """A BERT-style encoder (MiniLM); writes its last hidden state, masked tokens zeroed.
+    """A BERT-style encoder (MiniLM); writes its last hidden state.
 
     Args:
         model: The encoder; a pooler, if it has one, is not run.
@@ -42,6 +43,7 @@ def bert_encoder(
         input_ids: Tokens, int64 ``[batch, tokens]``.
         attention_mask: int64 ``[batch, tokens]``, 1 for real tokens.
         out: Name of the output ``[batch, tokens, dim]``.
+        zero_masked: Zero the masked tokens; else they keep their states, as in Stable Diffusion.
         check: Compare with the library's forward, once per configuration and process.
 
     Raises:
@@ -54,11 +56,13 @@ def bert_encoder(
     if check:
         verify_once(_key(model), lambda: _bert_trial(model))
     blocks = _blocks(model.encoder.layer, (attention_mask,), lambda b: _BertLayer(b, model.config))
-    layers = (
-        _embeddings(model, input_ids),
-        *blocks,
-        Layer(name="output", module=_ZeroMasked(), reads=("h", attention_mask), writes=(out,)),
-    )
+    if zero_masked:
+        last = Layer(
+            name="output", module=_ZeroMasked(), reads=("h", attention_mask), writes=(out,)
+        )
+    else:
+        last = Layer(name="output", module=nn.Identity(), reads=("h",), writes=(out,))
+    layers = (_embeddings(model, input_ids), *blocks, last)
     check_outside(layers[:-1], (input_ids, attention_mask, out))
     return FrozenComponent(name=name, layers=layers)
 

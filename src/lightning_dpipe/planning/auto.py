@@ -4,41 +4,47 @@ In:     a Profile, the world, the batch per device, and what the user fixed.
 Out:    the best plan found, its expected iteration, and a bound that no plan of the space beats.
 
 A group of D devices runs S stages, M micro-batches; the rest of the world are data-parallel groups.
-S = 1 is plain data parallelism, a plan like any other. Every (D, M, S, schedule) has a lower bound
-(`bounds`), and so has every cut inside it (`best_first`): cuts are simulated in rounds, the most
-promising first, until the best simulated iteration is within `Space.close` of all that is left.
+S = 1 is plain data parallelism, a plan like any other; so are several stages on one device
+(`buckets`). Every (D, M, S, schedule) has a lower bound (`bounds`), and so has every cut inside it
+(`best_first`): cuts are simulated in rounds, the most promising first, until the best simulated
+iteration is within `Space.close` of all that is left.
 """
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import count
+from functools import partial
 
 from lightning_dpipe.core.errors import PlanError, UnsupportedError
 from lightning_dpipe.core.jsonio import digest
-from lightning_dpipe.core.plan import Plan, default_groups, split_sizes
+from lightning_dpipe.core.plan import Plan, Stage, default_groups, split_sizes
 from lightning_dpipe.core.profile import Profile
+from lightning_dpipe.planning import buckets
 from lightning_dpipe.planning.backlog import FrozenCosts
-from lightning_dpipe.planning.best_first import Cut, Variant, cuts_by_bound, expected_us, stages_of
+from lightning_dpipe.planning.best_first import cuts_by_bound, expected_least_us, stages_of
 from lightning_dpipe.planning.bounds import ChainBounds
 from lightning_dpipe.planning.filling import least_frozen_us
 from lightning_dpipe.planning.stage_costs import BackboneCosts, Cutting
 from lightning_dpipe.planning.variants import (
     SELF_CONDITIONING,
     expected_bound_us,
+    expected_us,
     filler_of,
     variants_of,
     with_fills,
 )
-from lightning_dpipe.planning.variants import expected_us as expected_plan_us
 
 MICROBATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 MAX_GROUP = 16
 """Devices of a group. Larger ones only make replications finer: groups with the same number of
 replicas for all stages are several smaller groups."""
 
+Network = Callable[[Profile, int], Profile]
+"""The profile with the links that pipelines of so many devices see on a given cluster."""
+
 Progress = Callable[[int, float, float], None]
-"""Called after each simulated plan with (plans simulated, best iteration, bound), in us."""
+"""Called after each plan that was simulated with (plans tried, best iteration, bound), in us."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +52,10 @@ class Space:
     """What the search may choose from; None leaves a number free.
 
     `group_devices` are devices of one pipeline group, `probability` the share of self-conditioned
-    steps, `max_plans` how many plans may be simulated. A plan within `close` of the bound on all that
-    is left (relative) ends the search; 0 is exact.
+    steps. `max_plans` is how many plans may be tried, `max_nodes` how many prefixes of stages each
+    configuration may look at in strict order (None: all, see `best_first`). A plan within `close`
+    (relative) of what bounds all that is left ends the search; 0 is exact. `network` changes the
+    profile's links with the number of devices of a pipeline: one that leaves a node sees others.
     """
 
     num_stages: int | None = None
@@ -57,8 +65,10 @@ class Space:
     fill: bool | str = True
     probability: float = SELF_CONDITIONING
     max_group: int = MAX_GROUP
-    max_plans: int = 48
-    close: float = 1e-3
+    max_plans: int = 64
+    max_nodes: int | None = 32
+    close: float = 1e-4
+    network: Network | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,16 +81,23 @@ class Found:
     num_plans: int
 
 
-@dataclass(frozen=True, slots=True)
+Chains = Iterator[tuple[float, tuple[Stage, ...]]]
+"""Stages with the expected iteration that they and all later ones cannot beat; no stages: others
+were left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Config:
-    """One (devices, micro-batches, stages, schedule), with the bounds of its cuts."""
+    """One way to cut the batch into micro-batches and the backbone into a number of stages.
 
-    num_stages: int
-    variants: tuple[Variant, ...]
+    `bound_us` holds for all its chains; `chains` yields those below a limit that may fall.
+    `profile` has the links that its pipelines see.
+    """
 
-    @property
-    def cutting(self) -> Cutting:
-        return self.variants[0][1].cutting
+    profile: Profile
+    cutting: Cutting
+    bound_us: float
+    chains: Callable[[Callable[[], float]], Chains]
 
 
 def search(
@@ -98,7 +115,6 @@ def search(
         UnsupportedError: The model has several backbones.
     """
     space = Space() if space is None else space
-    costs = BackboneCosts(profile, only_backbone(profile))
     filler = filler_of(space.fill)
     base = Plan(
         graph_digest=digest(profile.graph),
@@ -109,37 +125,34 @@ def search(
         batch_size=batch_size,
         schedule=space.schedules[0],
     )
-    configs = _configs(costs, space, world_size, batch_size, hidden=filler is not None)
-    queue = _Queue(configs)
+    queue = _Queue(_configs(profile, space, world_size, batch_size, hidden=filler is not None))
     best: Plan | None = None
     best_us, tried = float("inf"), 0
-    bound_us = queue.bound_us
-    for config, cut in queue:
-        if cut.bound_us * (1 + space.close) < best_us:
-            plan = plan_of(base, config.cutting, cut, config.variants[0][1])
-            if expected_bound_us(plan, profile, space.probability, filled=filler) < best_us:
-                if filler is not None:
-                    plan = with_fills(plan, profile, fill=filler)
-                tried += 1
-                plan_us = expected_plan_us(plan, profile, space.probability)
-                if plan_us < best_us:
-                    best, best_us = plan, plan_us
-                if progress is not None:
-                    progress(tried, best_us, min(queue.bound_us, best_us))
-        bound_us = min(queue.bound_us, best_us)
-        if best_us <= (1 + space.close) * queue.bound_us or tried >= space.max_plans:
+    for config, stages in queue:
+        seen, plan = config.profile, plan_of(base, config.cutting, stages)
+        tried += 1
+        if expected_bound_us(plan, seen, space.probability, filled=filler) < queue.limit_us:
+            if filler is not None:
+                plan = with_fills(plan, seen, fill=filler)
+            plan_us = expected_us(plan, seen, space.probability)
+            if plan_us < best_us:
+                best, best_us = plan, plan_us
+                queue.limit_us = best_us / (1 + space.close)
+            if progress is not None:
+                progress(tried, best_us, queue.bound_us)
+        if queue.bound_us >= queue.limit_us or tried >= space.max_plans:
             break
     if best is None:
         raise PlanError(_nothing_fits(profile, space, world_size, batch_size))
-    return Found(plan=best, expected_us=best_us, bound_us=bound_us, num_plans=tried)
+    return Found(plan=best, expected_us=best_us, bound_us=queue.bound_us, num_plans=tried)
 
 
-def plan_of(base: Plan, cutting: Cutting, cut: Cut, bounds: ChainBounds) -> Plan:
-    """A cut as a plan without fills."""
+def plan_of(base: Plan, cutting: Cutting, stages: tuple[Stage, ...]) -> Plan:
+    """Stages and a cutting as a plan without fills."""
     return replace(
         base,
         groups=default_groups(base.world_size, cutting.num_devices),
-        stages=stages_of(bounds.costs.backbone, cut, bounds),
+        stages=stages,
         num_microbatches=cutting.num_microbatches,
         schedule=cutting.schedule,
     )
@@ -161,76 +174,136 @@ def only_backbone(profile: Profile) -> str:
 
 
 class _Queue:
-    """Cuts of all configurations, in rounds: each round takes the next cut of every configuration
-    that could still win, the least bound first."""
+    """Chains of all configurations, in rounds: each round takes the next one of every configuration
+    that could still win, the least bound first. Nothing at or above `limit_us` could."""
 
-    def __init__(self, configs: Sequence[_Config]) -> None:
-        ticket = count()
-        self._heap: list[tuple[int, float, int, _Config, Iterator[Cut], Cut | None]] = []
-        for config in configs:
-            bound_us = expected_us(config.variants, config.num_stages)
-            if bound_us < float("inf"):
-                cuts = cuts_by_bound(config.variants, config.num_stages)
-                self._heap.append((0, bound_us, next(ticket), config, cuts, None))
+    def __init__(self, configs: Iterable[_Config]) -> None:
+        self.limit_us = self._left_out_us = float("inf")
+        self._heap: list[_Entry] = [
+            (0, config.bound_us, ticket, config, config.chains(lambda: self.limit_us), None)
+            for ticket, config in enumerate(configs)
+            if config.bound_us < float("inf")
+        ]
         heapq.heapify(self._heap)
 
     @property
     def bound_us(self) -> float:
-        """No cut that is still to come ends the iteration earlier."""
-        return min((entry[1] for entry in self._heap), default=float("inf"))
+        """Nothing that is still to come, nor what was left out, ends the iteration earlier."""
+        coming_us = min((entry[1] for entry in self._heap), default=self.limit_us)
+        return min(coming_us, self._left_out_us, self.limit_us)
 
-    def __iter__(self) -> Iterator[tuple[_Config, Cut]]:
+    def __iter__(self) -> Iterator[tuple[_Config, tuple[Stage, ...]]]:
         while self._heap:
-            turn, _, ticket, config, cuts, ready = heapq.heappop(self._heap)
-            if ready is None:
-                ready = next(cuts, None)
-                if ready is not None:
-                    entry = (turn, ready.bound_us, ticket, config, cuts, ready)
-                    heapq.heappush(self._heap, entry)
+            turn, bound_us, ticket, config, chains, stages = heapq.heappop(self._heap)
+            if bound_us >= self.limit_us:
                 continue
-            following = next(cuts, None)
-            if following is not None:
-                entry = (turn + 1, following.bound_us, ticket, config, cuts, following)
-                heapq.heappush(self._heap, entry)
-            yield config, ready
+            if stages is None:
+                bound_us, stages = next(chains, (self.limit_us, ()))
+                if not stages:
+                    self._left_out_us = min(self._left_out_us, bound_us)
+                    continue
+            self._push(turn + 1, ticket, config, chains)
+            yield config, stages
+
+    def _push(self, turn: int, ticket: int, config: _Config, chains: Chains) -> None:
+        following = next(chains, None)
+        if following is not None and not following[1]:
+            self._left_out_us = min(self._left_out_us, following[0])
+        elif following is not None:
+            bound_us, stages = following
+            heapq.heappush(self._heap, (turn, bound_us, ticket, config, chains, stages))
+
+
+_Entry = tuple[int, float, int, _Config, Chains, tuple[Stage, ...] | None]
+"""Round, bound, a running number, and the next chain (None: not asked for yet)."""
 
 
 def _configs(
-    costs: BackboneCosts, space: Space, world_size: int, batch_size: int, *, hidden: bool
-) -> list[_Config]:
+    profile: Profile, space: Space, world_size: int, batch_size: int, *, hidden: bool
+) -> Iterator[_Config]:
     """Every combination of devices, micro-batches, stages and schedule that the space allows."""
-    work = FrozenCosts.of(costs.profile, samples=batch_size, overhead_us=0)
-    frozen_us = least_frozen_us(work)
-    found = []
+    backbone = only_backbone(profile)
+    frozen_us = least_frozen_us(FrozenCosts.of(profile, samples=batch_size, overhead_us=0))
     for num_devices in _group_devices(space, world_size):
         batch = batch_size * num_devices
+        seen = profile if space.network is None else space.network(profile, num_devices)
+        costs = BackboneCosts(seen, backbone)
         stages = _stage_choices(space, num_devices, costs.num_layers)
-        if not stages:
-            continue
-        for num_microbatches in _microbatch_choices(space, batch):
-            for schedule in space.schedules:
-                variants = tuple(
-                    (
-                        share,
-                        ChainBounds(
-                            costs,
-                            Cutting(
-                                sizes=split_sizes(batch, num_microbatches),
-                                num_devices=num_devices,
-                                num_groups=world_size // num_devices,
-                                schedule=schedule,
-                                self_conditioned=conditioned,
-                                memory_bytes=costs.profile.memory_bytes,
-                            ),
-                            max_stages=stages[-1],
-                            frozen_us=frozen_us,
-                            hidden=hidden,
-                        ),
-                    )
-                    for conditioned, share in variants_of(costs.profile.graph, space.probability)
-                )
-                found += [_Config(num_stages, variants) for num_stages in stages]
-    return found
+        choices = itertools.product(_microbatch_choices(space, batch), space.schedules)
+        for num_microbatches, schedule in choices:
+            plain = Cutting(
+                sizes=split_sizes(batch, num_microbatches),
+                num_devices=num_devices,
+                num_groups=world_size // num_devices,
+                schedule=schedule,
+                memory_bytes=profile.memory_bytes,
+            )
+            if stages:
+                yield from _pipelines(costs, plain, stages, space, frozen_us, hidden=hidden)
+            if num_devices == 1 and space.num_stages is None and schedule == space.schedules[0]:
+                yield _buckets(costs, plain, space, frozen_us, hidden=hidden)
+
+
+def _pipelines(
+    costs: BackboneCosts,
+    cutting: Cutting,
+    stages: list[int],
+    space: Space,
+    frozen_us: int,
+    *,
+    hidden: bool,
+) -> Iterator[_Config]:
+    """One stage a device, for each number of stages."""
+    variants = tuple(
+        (
+            share,
+            ChainBounds(
+                costs,
+                replace(cutting, self_conditioned=conditioned),
+                max_stages=stages[-1],
+                frozen_us=frozen_us,
+                hidden=hidden,
+            ),
+        )
+        for conditioned, share in variants_of(costs.profile.graph, space.probability)
+    )
+
+    def chains(num_stages: int, limit_us: Callable[[], float]) -> Chains:
+        for cut in cuts_by_bound(
+            variants, num_stages, limit_us=limit_us, max_nodes=space.max_nodes
+        ):
+            yield cut.bound_us, stages_of(costs.backbone, cut, variants[0][1])
+
+    for num_stages in stages:
+        yield _Config(
+            profile=costs.profile,
+            cutting=cutting,
+            bound_us=expected_least_us(variants, num_stages),
+            chains=partial(chains, num_stages),
+        )
+
+
+def _buckets(
+    costs: BackboneCosts, cutting: Cutting, space: Space, frozen_us: int, *, hidden: bool
+) -> _Config:
+    """Several stages on one device."""
+    bound_us = costs.profile.overhead_us + sum(
+        share
+        * buckets.least_us(
+            costs,
+            replace(cutting, self_conditioned=conditioned),
+            frozen_us=frozen_us,
+            hidden=hidden,
+        )
+        for conditioned, share in variants_of(costs.profile.graph, space.probability)
+    )
+
+    def chains(limit_us: Callable[[], float]) -> Chains:
+        for stages in buckets.bucket_stages(costs) if bound_us < limit_us() else ():
+            if buckets.fits(costs, cutting, stages):
+                yield bound_us, stages
+
+    return _Config(profile=costs.profile, cutting=cutting, bound_us=bound_us, chains=chains)
 
 
 def _group_devices(space: Space, world_size: int) -> list[int]:

@@ -12,6 +12,7 @@ bubble, of any size, and a piece counts by how much work it takes off the end, n
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from lightning_dpipe.core.graph import ModelGraph
 from lightning_dpipe.core.op import Op
@@ -59,6 +60,15 @@ class FrozenCosts:
             overhead_us=overhead_us,
             layers=frozen_layers(profile.graph),
         )
+
+    @cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """Per layer: the layers that wait for it."""
+        found: list[list[int]] = [[] for _ in self.layers]
+        for i, layer in enumerate(self.layers):
+            for p in layer.before:
+                found[p].append(i)
+        return tuple(map(tuple, found))
 
     def cost_us(self, layer: int, samples: int) -> int:
         """Time of one layer on some samples."""
@@ -135,10 +145,14 @@ def frozen_layers(graph: ModelGraph) -> tuple[FrozenLayer, ...]:
 class Backlog:
     """One device's state: `done[i]` samples of the layer at position i are encoded."""
 
-    def __init__(self, work: FrozenCosts, *, partial: bool = True) -> None:
-        self.work, self.partial = work, partial
+    def __init__(
+        self, work: FrozenCosts, *, partial: bool = True, order: Sequence[int] | None = None
+    ) -> None:
+        self.work, self.partial, self.order = work, partial, order
         self.done = [0] * len(work.layers)
-        self._open = list(range(len(work.layers)))
+        # How far each layer may go: as far as the layers whose output it reads.
+        self._stops = [0 if layer.before else work.samples for layer in work.layers]
+        self._ready = [i for i, stop in enumerate(self._stops) if stop]
         self._too_short_us = 0
 
     def pack(self, budget_us: int) -> tuple[list[Piece], int]:
@@ -149,7 +163,7 @@ class Backlog:
         """
         pieces: list[Piece] = []
         used_us, left_us = 0, budget_us
-        while left_us > self._too_short_us and self._open:
+        while left_us > self._too_short_us and self._ready:
             piece = self._choose(left_us, pieces[-1] if pieces else None)
             if piece is None:
                 self._too_short_us = left_us
@@ -163,20 +177,21 @@ class Backlog:
 
     def drain(self) -> tuple[list[Piece], int]:
         """Take everything that is left, each layer in one piece."""
-        pieces = [Piece(i, self.done[i], self.work.samples) for i in self._open]
+        b = self.work.samples
+        pieces = [Piece(i, done, b) for i, done in enumerate(self.done) if done < b]
         for piece in pieces:
             self._take(piece)
         return pieces, sum(self.work.cost_us(p.layer, p.last - p.first) for p in pieces)
 
     def _choose(self, budget_us: int, last: Piece | None) -> Piece | None:
-        """The longest piece that finishes a layer; else the part that saves most; else None."""
+        """The longest piece that finishes a layer; else the part that saves most; else None.
+
+        With an order: the first such piece and the first such part instead.
+        """
         work, b = self.work, self.work.samples
         best: tuple[bool, int, Piece] | None = None
-        for i in self._open:
-            first = self.done[i]
-            stop = min((self.done[p] for p in work.layers[i].before), default=b)
-            if stop <= first:
-                continue
+        for i in self._ready:
+            first, stop = self.done[i], self._stops[i]
             piece = Piece(i, first, stop)
             room_us = budget_us - self._overhead_us(piece, last)
             finishes = stop == b and work.cost_us(i, b - first) <= room_us
@@ -187,8 +202,9 @@ class Backlog:
                 piece = Piece(i, first, first + num)
             saved_us = work.cost_us(i, b - first) - work.cost_us(i, b - piece.last)
             worth_it = finishes or (piece.last > first and saved_us > work.overhead_us)
-            if worth_it and (best is None or (finishes, saved_us) > best[:2]):
-                best = (finishes, saved_us, piece)
+            rank = (finishes, saved_us if self.order is None else -self.order[i])
+            if worth_it and (best is None or rank > best[:2]):
+                best = (*rank, piece)
         return None if best is None else best[2]
 
     def _overhead_us(self, piece: Piece, last: Piece | None) -> int:
@@ -198,5 +214,7 @@ class Backlog:
     def _take(self, piece: Piece) -> None:
         self._too_short_us = 0
         self.done[piece.layer] = piece.last
-        if piece.last == self.work.samples:
-            self._open.remove(piece.layer)
+        for i in self.work.readers[piece.layer]:
+            self._stops[i] = min(self.done[p] for p in self.work.layers[i].before)
+        near = {*self._ready, *self.work.readers[piece.layer]}
+        self._ready = sorted(i for i in near if self._stops[i] > self.done[i])

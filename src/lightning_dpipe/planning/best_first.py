@@ -9,7 +9,7 @@ its best simulated iteration has missed nothing.
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -17,6 +17,9 @@ import numpy as np
 
 from lightning_dpipe.core.plan import Stage
 from lightning_dpipe.planning.bounds import NOTHING, ChainBounds, Prefix
+
+BEAM = 3
+"""Prefixes of each length that are kept once strict order has become too expensive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,38 +46,82 @@ Variant = tuple[float, ChainBounds]
 """Probability of a variant of the step (with or without self-conditioning), and its bounds."""
 
 
-def expected_us(variants: Sequence[Variant], num_stages: int) -> float:
+def expected_least_us(variants: Sequence[Variant], num_stages: int) -> float:
     """Expected iteration that no cut into `num_stages` stages beats."""
     return sum(weight * bounds.least_us(num_stages) for weight, bounds in variants)
 
 
-def cuts_by_bound(variants: Sequence[Variant], num_stages: int) -> Iterator[Cut]:
-    """Yield every cut into `num_stages` stages on all devices of the cutting.
+def cuts_by_bound(
+    variants: Sequence[Variant],
+    num_stages: int,
+    *,
+    limit_us: Callable[[], float] = lambda: float("inf"),
+    max_nodes: int | None = None,
+) -> Iterator[Cut]:
+    """Yield cuts into `num_stages` stages on all devices of the cutting.
 
     Among equal bounds the one with more stages fixed comes first, then the one found earlier, so
-    that every rank sees the same order.
+    that every rank sees the same order. Cuts whose bound reaches what `limit_us` returns may be
+    left out.
+
+    Args:
+        variants: Variants of the step.
+        num_stages: Stages to make.
+        limit_us: Looked up whenever a prefix is extended.
+        max_nodes: Prefixes to extend in strict order; None: every one, so that all cuts come.
+            After that the best `BEAM` of each length are kept, and their cuts yielded with the
+            bound of all that is left. A last cut without parts says that others were left out.
     """
     ticket = count()
     queue: list[_Entry] = [(0.0, num_stages, next(ticket), (), (NOTHING,) * len(variants))]
+    num_nodes = 0
     while queue:
-        bound_us, stages, _, parts, prefixes = heapq.heappop(queue)
-        if stages == 0:
-            yield Cut(parts=parts, bound_us=bound_us)
+        if num_nodes == max_nodes:
+            yield from _beam(variants, queue, limit_us(), ticket)
+            return
+        entry = heapq.heappop(queue)
+        if entry[1] == 0:
+            yield Cut(parts=entry[3], bound_us=entry[0])
             continue
-        first = 0
-        if parts:
-            prefixes = _advanced(variants, prefixes, parts[-1], stages + 1)
-            first = parts[-1].stop
-        left = variants[0][1].cutting.num_devices - sum(part.replicas for part in parts)
-        for replicas in variants[0][1].replica_choices(stages, left):
-            bounds_us = np.zeros(variants[0][1].costs.num_layers + 1)
-            for (weight, bounds), prefix in zip(variants, prefixes, strict=True):
-                ends_us = bounds.extend(prefix, first, replicas, stages, left)
-                bounds_us += weight * (ends_us + bounds.close_us(0))
-            for stop in np.flatnonzero(np.isfinite(bounds_us)).tolist():
-                added = (*parts, Part(first, stop, replicas))
-                entry = (float(bounds_us[stop]), stages - 1, next(ticket), added, prefixes)
-                heapq.heappush(queue, entry)
+        num_nodes += 1
+        for longer in _extended(variants, entry, limit_us(), ticket):
+            heapq.heappush(queue, longer)
+
+
+def _beam(
+    variants: Sequence[Variant], queue: Sequence[_Entry], limit_us: float, ticket: Iterator[int]
+) -> Iterator[Cut]:
+    """Complete the best prefixes of each length."""
+    left_us = min(entry[0] for entry in queue)
+    by_left: dict[int, list[_Entry]] = {}
+    for entry in queue:
+        by_left.setdefault(entry[1], []).append(entry)
+    for stages in range(max(by_left), 0, -1):
+        for entry in heapq.nsmallest(BEAM, by_left.get(stages, [])):
+            by_left.setdefault(stages - 1, []).extend(_extended(variants, entry, limit_us, ticket))
+    for entry in heapq.nsmallest(BEAM, by_left.get(0, [])):
+        yield Cut(parts=entry[3], bound_us=left_us)
+    yield Cut(parts=(), bound_us=left_us)
+
+
+def _extended(
+    variants: Sequence[Variant], entry: _Entry, limit_us: float, ticket: Iterator[int]
+) -> Iterator[_Entry]:
+    """A prefix with each stage that may follow, if its bound is below the limit."""
+    _, stages, _, parts, prefixes = entry
+    first = 0
+    if parts:
+        prefixes = _advanced(variants, prefixes, parts[-1], stages + 1)
+        first = parts[-1].stop
+    left = variants[0][1].cutting.num_devices - sum(part.replicas for part in parts)
+    for replicas in variants[0][1].replica_choices(stages, left):
+        bounds_us = np.zeros(variants[0][1].costs.num_layers + 1)
+        for (weight, bounds), prefix in zip(variants, prefixes, strict=True):
+            ends_us = bounds.extend(prefix, first, replicas, stages, left)
+            bounds_us += weight * (ends_us + bounds.close_us(0))
+        for stop in np.flatnonzero(bounds_us < limit_us).tolist():
+            added = (*parts, Part(first, stop, replicas))
+            yield float(bounds_us[stop]), stages - 1, next(ticket), added, prefixes
 
 
 def stages_of(backbone: str, cut: Cut, bounds: ChainBounds) -> tuple[Stage, ...]:

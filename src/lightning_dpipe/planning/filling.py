@@ -9,11 +9,14 @@ Source: DiffusionPipe (arXiv 2405.01248), section 5. Ours differs: the objective
 First every bubble of the unfilled pipeline takes what fits without delaying any op. Where that
 leaves idle time, further placements may delay ops that are not critical: for a target end T each
 op has a latest start (T minus its longest way to the end), and a bubble may be stretched until
-then. The best of a few targets is kept only if it ends the iteration visibly earlier, as it uses up
-slack that absorbs noise. Last, devices that can afford it do without partial batches.
+then. Targets are tried with layers longest first and in run order, then with shuffled priorities,
+stretches and devices that split no batch, until one ends near the floor. The best is kept only if
+it ends the iteration visibly earlier, as it uses up slack that absorbs noise. Last, devices that
+can afford it do without partial batches.
 """
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lightning_dpipe.core.plan import Fill, Plan
@@ -32,8 +35,24 @@ FILL_OVERHEAD_US = 100
 _WORTH_IT = 500
 """Slack is given up only for at least one part in this many of the iteration."""
 
-_FEWEST_TARGETS, _MOST_TARGETS, _TASKS_WALKED = 4, 16, 8192
-"""Targets tried: as many as walk about that many tasks, so that planning stays below a second."""
+_FEWEST_TARGETS, _MOST_TARGETS, _MOST_SHUFFLES, _WALKED = 4, 16, 128, 50_000
+"""Walks tried: about as many as pass so many (task, frozen layer) pairs, so that planning a large
+pipeline stays fast and a small one is filled nearly optimally."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """How a walk fills bubbles.
+
+    `order` is the rank of each layer, None takes the longest first. `eager` also delays ops that
+    could start at once. `stretch` is the share of an op's slack that may be used up. Devices in
+    `whole` split no layer's batch.
+    """
+
+    order: tuple[int, ...] | None = None
+    eager: bool = False
+    stretch: float = 1.0
+    whole: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,30 +137,52 @@ def _encoded_shape(plan: Plan, schedule: Schedule) -> StepShape:
 
 
 def _best_placement(graph: TaskGraph, work: FrozenCosts) -> Placement:
-    partial = [True] * graph.num_devices
-    target_us: int | None = None
-    best = _place(graph, work, partial, None)
-    low, high = _floor_us(graph, work), best.end_us
-    if (high - low) * _WORTH_IT > high:
-        num = max(_FEWEST_TARGETS, min(_MOST_TARGETS, _TASKS_WALKED // len(graph.tasks)))
-        # Ends are not monotone in the target (pieces are coarse), so a grid and not a bisection.
-        for target in (low + (high - low) * i // num for i in range(num)):
-            found = _place(graph, work, partial, target)
-            least_gain_us = high // _WORTH_IT if target_us is None else 0
-            if found.end_us < best.end_us - least_gain_us:
-                best, target_us = found, target
-    return _without_partials(graph, work, best, target_us)
+    """The first walk that comes near the floor, else the best of all rules and targets."""
+    rule, target_us = Rule(), None
+    best = first = _place(graph, work, rule, None)
+    low = _floor_us(graph, work)
+    for tried, share in _tries(graph, work):
+        if (best.end_us - low) * _WORTH_IT <= best.end_us:
+            break
+        target = low + int((first.end_us - low) * share)
+        found = _place(graph, work, tried, target)
+        least_gain_us = first.end_us // _WORTH_IT if target_us is None else 0
+        if found.end_us < best.end_us - least_gain_us:
+            best, rule, target_us = found, tried, target
+    return _without_partials(graph, work, best, rule, target_us)
+
+
+def _tries(graph: TaskGraph, work: FrozenCosts) -> Iterator[tuple[Rule, float]]:
+    """Rules and targets (as shares of the way from the floor to the first placement's end).
+
+    Ends are not monotone in the target (pieces are coarse), so a grid and not a bisection. Behind
+    the grid come shuffled priorities, the same ones every time: what a layer order leaves over in
+    samples that are too large for the last bubbles, another order may fit.
+    """
+    walks = _WALKED // (len(graph.tasks) * len(work.layers))
+    num = max(_FEWEST_TARGETS, min(_MOST_TARGETS, walks // 4))
+    in_order = tuple(range(len(work.layers)))
+    for order in (None, in_order):
+        for eager in (False, True):
+            for i in range(num):
+                yield Rule(order=order, eager=eager), i / num
+    chance = random.Random(len(graph.tasks))
+    for _ in range(min(_MOST_SHUFFLES, walks)):
+        order = tuple(chance.sample(in_order, len(in_order)))
+        whole = frozenset(d for d in range(graph.num_devices) if chance.random() < 0.5)
+        eager, stretch = chance.random() < 0.5, chance.random()
+        yield Rule(order=order, eager=eager, stretch=stretch, whole=whole), chance.random()
 
 
 def _without_partials(
-    graph: TaskGraph, work: FrozenCosts, best: Placement, target_us: int | None
+    graph: TaskGraph, work: FrozenCosts, best: Placement, rule: Rule, target_us: int | None
 ) -> Placement:
     """Fewer, fuller fills on the devices whose end leaves room for it."""
-    whole = _place(graph, work, [False] * graph.num_devices, target_us)
-    partial = [end_us > best.end_us for end_us in whole.device_end_us]
-    if not any(partial):
+    whole = _place(graph, work, replace(rule, whole=frozenset(range(graph.num_devices))), target_us)
+    devices = [d for d, end_us in enumerate(whole.device_end_us) if end_us <= best.end_us]
+    if len(devices) == graph.num_devices:
         return whole
-    mixed = _place(graph, work, partial, target_us)
+    mixed = _place(graph, work, replace(rule, whole=frozenset(devices)), target_us)
     return mixed if mixed.end_us <= best.end_us else best
 
 
@@ -154,24 +195,26 @@ def _floor_us(graph: TaskGraph, work: FrozenCosts) -> int:
     return max(max(graph.path_us), *loads_us)
 
 
-def _place(
-    graph: TaskGraph, work: FrozenCosts, partial: Sequence[bool], target_us: int | None
-) -> Placement:
+def _place(graph: TaskGraph, work: FrozenCosts, rule: Rule, target_us: int | None) -> Placement:
     """Walk the pipeline once, filling each bubble as it opens.
 
     Without a target a fill ends before the op after it could start anyway; with one it may run
     until that op must start for the iteration to end at `target_us`. An op that could start at
-    once is never delayed.
+    once is delayed by an eager rule only.
     """
     clock = Clock(graph)
-    backlogs = [Backlog(work, partial=p) for p in partial]
+    backlogs = [
+        Backlog(work, partial=d not in rule.whole, order=rule.order)
+        for d in range(graph.num_devices)
+    ]
     num_done = [0] * graph.num_devices
     slots: dict[tuple[int, int], list[Piece]] = {}
     for task, path_us in zip(graph.tasks, graph.path_us, strict=True):
         d = task.device
         until_us = clock.ready_us(task)
-        if target_us is not None and until_us > clock.free_us[d]:
-            until_us = max(until_us, target_us - path_us)
+        if target_us is not None and (rule.eager or until_us > clock.free_us[d]):
+            slack_us = target_us - path_us - max(until_us, clock.free_us[d])
+            until_us = max(until_us, clock.free_us[d]) + max(0, int(slack_us * rule.stretch))
         if until_us > clock.free_us[d]:
             pieces, used_us = backlogs[d].pack(until_us - clock.free_us[d])
             if pieces:

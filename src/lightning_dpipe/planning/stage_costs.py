@@ -9,14 +9,14 @@ recomputation never makes an iteration shorter. Entries of stages that cannot ex
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dpipe.core.op import Op, OpKind
+from lightning_dpipe.core.op import OpKind
 from lightning_dpipe.core.profile import Profile, interpolate
 from lightning_dpipe.planning.schedules import build_schedule
 from lightning_dpipe.simulation.memory import MOMENTS_PER_WEIGHT
@@ -54,10 +54,7 @@ class Cutting:
 
     def in_flight(self, from_back: int) -> int:
         """Most micro-batches that a stage holds, `from_back` = 1 for the last stage."""
-        schedule = build_schedule(
-            self.schedule, num_stages=from_back, num_microbatches=self.num_microbatches
-        )
-        return _most_alive(schedule.orders[0])
+        return _in_flight(self.schedule, from_back, self.num_microbatches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +81,7 @@ class BackboneCosts:
         self.cost = profile.component(backbone)
         self.num_layers = len(self.cost.layers)
         self._times: dict[tuple[str, int], Array] = {}
+        self._syncs: dict[int, Array] = {}
         self.step = _spans(np.array([x.optimizer_us for x in self.cost.layers]))
         self.trained_bytes = _spans(np.array([x.trained_bytes for x in self.cost.layers]))
         self.param_bytes = _spans(np.array([x.param_bytes for x in self.cost.layers]))
@@ -105,6 +103,12 @@ class BackboneCosts:
     def layers(self) -> Sequence[object]:
         """The layers' costs."""
         return self.cost.layers
+
+    @cached_property
+    def sequential(self) -> NDArray[np.bool_]:
+        """Where ``start < stop``."""
+        n = self.num_layers + 1
+        return np.triu(np.ones((n, n), dtype=bool), 1)
 
     @cached_property
     def input_bytes(self) -> Array:
@@ -143,11 +147,12 @@ class BackboneCosts:
 
     def sync(self, replicas: int) -> Array:
         """Ring all-reduce of a stage's gradients over `replicas` in all."""
-        link, n = self.profile.allreduce, replicas
-        num_bytes = np.ceil(2 * (n - 1) * self.trained_bytes / n)
-        return np.where(
-            num_bytes > 0, link.latency_us + np.ceil(num_bytes * 1e6 / link.bytes_per_s), 0.0
-        )
+        if replicas not in self._syncs:
+            link, n = self.profile.allreduce, replicas
+            num_bytes = np.ceil(2 * (n - 1) * self.trained_bytes / n)
+            wire_us = np.ceil(num_bytes * 1e6 / link.bytes_per_s)
+            self._syncs[replicas] = np.where(num_bytes > 0, link.latency_us + wire_us, 0.0)
+        return self._syncs[replicas]
 
     def hops_us(self, cutting: Cutting, most_replicas: int) -> tuple[Array, Array]:
         """Per border: least time of the first message forward and of the last one back."""
@@ -160,8 +165,15 @@ class BackboneCosts:
         ]
         return np.array([f for f, _ in times], float), np.array([b for _, b in times], float)
 
-    def table(self, cutting: Cutting, *, replicas: int, from_back: int) -> StageTable:
-        """All stages on `replicas` devices, `from_back` stages before the end of the pipeline."""
+    def table(
+        self, cutting: Cutting, *, replicas: int, from_back: int, limited: bool = True
+    ) -> StageTable:
+        """All stages on `replicas` devices, `from_back` stages before the end of the pipeline.
+
+        With `limited` only those that fit into the cutting's memory.
+        """
+        if not limited:
+            cutting = replace(cutting, memory_bytes=None)
         forwards = 2 if cutting.self_conditioned else 1
         shares = cutting.shares(replicas)
         forward = sum(n * self.at("forward_us", rows) for rows, n in shares.items())
@@ -170,8 +182,7 @@ class BackboneCosts:
         first_forward = self.at("forward_us", -(-cutting.sizes[0] // replicas))
         last_backward = self.at("backward_us", last_rows)
         again, allowed = self._memory(cutting, replicas, from_back)
-        n = self.num_layers + 1
-        allowed &= np.triu(np.ones((n, n), dtype=bool), 1)
+        allowed &= self.sequential
         infinite = np.where(allowed, 0.0, np.inf)
         return StageTable(
             work=forwards * forward + backward + np.where(again, forward, 0.0) + infinite,
@@ -206,12 +217,15 @@ def _spans(costs: NDArray[np.int64]) -> Array:
     return spans
 
 
-def _most_alive(order: Sequence[Op]) -> int:
-    """Most micro-batches between their forward and the end of their backward."""
-    last = {op.microbatch: op for op in order if op.kind is not OpKind.S}
+@lru_cache(maxsize=4096)
+def _in_flight(name: str, num_stages: int, num_microbatches: int) -> int:
+    """Most micro-batches that the first stage holds between forward and end of backward."""
+    schedule = build_schedule(name, num_stages=num_stages, num_microbatches=num_microbatches)
+    order = schedule.orders[0]
+    last = {op.microbatch: op for op in order}
     alive = most = 0
     for op in order:
         alive += op.kind is OpKind.F
         most = max(most, alive)
-        alive -= op == last.get(op.microbatch)
+        alive -= op == last[op.microbatch]
     return most

@@ -32,13 +32,13 @@ def calibrate(profile: Profile, plan: Plan, timelines: Sequence[Timeline]) -> Pr
     for index, stage in enumerate(plan.stages):
         forward = _stage_factor(profile, plan, index, (OpKind.F, OpKind.S), timelines)
         backward = _stage_factor(profile, plan, index, (OpKind.B,), timelines)
-        costs[stage.backbone] = _scaled(
+        costs[stage.backbone] = scaled(
             costs[stage.backbone], stage.start, stage.stop, forward, backward
         )
         update = _optimizer_factor(profile, plan, index, timelines)
         costs[stage.backbone] = _with_optimizer(costs[stage.backbone], stage, update)
     for name, factor in _frozen_factors(profile, timelines).items():
-        costs[name] = _scaled(costs[name], 0, len(costs[name].layers), factor, 1.0)
+        costs[name] = scaled(costs[name], 0, len(costs[name].layers), factor, 1.0)
     return replace(
         profile,
         costs=tuple(costs[cost.name] for cost in profile.costs),
@@ -121,9 +121,11 @@ def _with_optimizer(cost: ComponentCost, stage: Stage, factor: float) -> Compone
     return replace(cost, layers=tuple(layers))
 
 
-def _scaled(
+def scaled(
     cost: ComponentCost, start: int, stop: int, forward: float, backward: float
 ) -> ComponentCost:
+    """Multiply the times of layers ``[start, stop)``."""
+
     def times(values: tuple[int, ...], factor: float) -> tuple[int, ...]:
         return tuple(round(v * factor) for v in values)
 

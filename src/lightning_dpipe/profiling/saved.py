@@ -19,13 +19,15 @@ class SavedBytes:
     def __init__(self) -> None:
         self._counted: set[int] = set()  # values that some layer has kept
         self._storages: dict[int, int] = {}
-        self._weights: frozenset[int] = frozenset()
+        self._weights: tuple[Tensor, ...] = ()
+        self._weight_storages: frozenset[int] = frozenset()
 
     @contextmanager
     def counting(self, weights: Iterable[Tensor]) -> Iterator[None]:
         """Around the forward of the next layer, whose parameters and buffers are `weights`."""
         self._storages = {}
-        self._weights = frozenset(w.untyped_storage().data_ptr() for w in weights)
+        self._weights = tuple(weights)
+        self._weight_storages = frozenset(map(_storage, self._weights))
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
             yield
 
@@ -38,27 +40,31 @@ class SavedBytes:
         """
         left = dict(self._storages)
         for value in outside:
-            left.pop(values[value].untyped_storage().data_ptr(), None)
+            left.pop(_storage(values[value]), None)
         for value, tensor in values.items():
-            pointer = tensor.untyped_storage().data_ptr()
-            if pointer in left:
+            storage = _storage(tensor)
+            if storage in left:
                 if value in self._counted:
-                    del left[pointer]
+                    del left[storage]
                 self._counted.add(value)
         return sum(left.values())
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._weights and not _is_weight(tensor):
-            self._storages[storage.data_ptr()] = storage.nbytes()
+        storage = _storage(tensor)
+        if storage not in self._weight_storages and not self._is_weight(tensor):
+            self._storages[storage] = tensor.untyped_storage().nbytes()
         return tensor.detach()  # returning an output itself would make a reference cycle
 
+    def _is_weight(self, tensor: Tensor) -> bool:
+        """Whether it is a weight in another guise: autocast's copy of it, or that transposed."""
+        node = tensor.grad_fn
+        while node is not None and len(node.next_functions) == 1:
+            node = node.next_functions[0][0]
+            if node is not None and hasattr(node, "variable"):
+                return any(node.variable is weight for weight in self._weights)
+        return False
 
-def _is_weight(tensor: Tensor) -> bool:
-    """Whether it is a weight in another guise: autocast's copy of it, or that transposed."""
-    node = tensor.grad_fn
-    while node is not None and len(node.next_functions) == 1:
-        node = node.next_functions[0][0]
-        if node is not None and hasattr(node, "variable"):
-            return isinstance(node.variable, torch.nn.Parameter)
-    return False
+
+def _storage(tensor: Tensor) -> int:
+    """Identity of a storage; fake tensors have one too, but no address of data."""
+    return int(tensor.untyped_storage()._cdata)

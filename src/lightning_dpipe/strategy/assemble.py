@@ -55,6 +55,8 @@ class PipelineSession:
             )
         self.graph, self.plan, self.rank = graph, plan, rank
         self._inputs = dict(binding.inputs)
+        # Draws are made on the host: with their keys on the device each one would wait for it.
+        self._on_host = None if binding.draw_key in graph.side_inputs else binding.draw_key
         self.group, self.position = plan.locate(rank)
         self.device = device
         self._transport = transport
@@ -189,7 +191,8 @@ class PipelineSession:
                 "PipelineSpec.inputs declares it"
             )
         return {
-            value: batch[name].to(self.device, non_blocking=True) for name, value in wanted.items()
+            v: batch[name] if v == self._on_host else batch[name].to(self.device, non_blocking=True)
+            for name, v in wanted.items()
         }
 
 
@@ -199,7 +202,9 @@ def cut(module: nn.Module, binding: Binding, plan: Plan, position: int) -> None:
     Names, order and optimizer numbering stay those of the uncut model: a meta parameter never gets
     a gradient, so no optimizer touches it. Frozen components are kept: every rank encodes.
     """
-    kept: set[int] = set()
+    cut_up = {stage.backbone for stage in plan.stages}
+    frozen = [layers for name, layers in binding.layers.items() if name not in cut_up]
+    kept = {id(p) for layers in frozen for layer in layers for p in layer.parameters}
     dropped: dict[int, nn.Parameter] = {}
     for index, stage in enumerate(plan.stages):
         layers = binding.layers[stage.backbone][stage.start : stage.stop]
@@ -210,8 +215,12 @@ def cut(module: nn.Module, binding: Binding, plan: Plan, position: int) -> None:
                     kept.add(id(p))
                 else:
                     dropped[id(p)] = p
+    absent = {  # one for each weight, so that a weight of two names stays one
+        key: nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for key, p in dropped.items()
+        if key not in kept
+    }
     for owner in module.modules():
         for name, weight in list(owner._parameters.items()):
-            if weight is not None and id(weight) in dropped and id(weight) not in kept:
-                meta = torch.empty_like(weight, device="meta")
-                owner._parameters[name] = nn.Parameter(meta, requires_grad=weight.requires_grad)
+            if id(weight) in absent:
+                owner._parameters[name] = absent[id(weight)]

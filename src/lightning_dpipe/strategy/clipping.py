@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_dpipe.runtime.distributed import collective_device
 from lightning_dpipe.strategy.collectives import HostLink
 
 
@@ -30,9 +31,10 @@ def total_norm(parameters: Sequence[nn.Parameter], link: HostLink, device: torch
         norms[0, index] = torch.stack([v.to(device, torch.float32) for v in values])
         norms[1, index] = 1.0
     if link.world_size > 1:
+        norms = norms.to(collective_device(device))  # gloo gathers host memory only
         every = [torch.empty_like(norms) for _ in range(link.world_size)]
         dist.all_gather(every, norms)
-        stacked = torch.stack(every)
+        stacked = torch.stack(every).to(device)
         first = stacked[:, 1].argmax(dim=0, keepdim=True)  # the lowest rank that has a gradient
         norms = torch.stack([stacked[:, 0].gather(0, first)[0], stacked[:, 1].amax(dim=0)])
     present = norms[1] > 0

@@ -147,14 +147,10 @@ def _weights(module: DiffusionModule) -> tuple[int, ...]:
 
 
 def _replica_group(built: Built, link: HostLink) -> Any:
-    """Process group of the ranks at this one's position, if there are several pipelines."""
-    groups = built.plan.groups
-    if len(groups) == 1:
-        return None
+    """Process group of the ranks with this one's stages; None if no other rank has them."""
     mine = None
-    for position in range(built.plan.num_devices):
-        ranks = sorted(group[position] for group in groups)
-        group = dist.new_group(ranks)
-        if link.rank in ranks:
-            mine = group
+    for ranks in built.plan.replica_sets:
+        if len(ranks) > 1:
+            group = dist.new_group(sorted(ranks))
+            mine = group if link.rank in ranks else mine
     return mine

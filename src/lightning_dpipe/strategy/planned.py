@@ -23,8 +23,10 @@ from lightning_dpipe.models.liveness import trace
 from lightning_dpipe.models.spec import PipelineSpec
 from lightning_dpipe.planning.schedules import build_schedule
 from lightning_dpipe.planning.search import MICROBATCHES_PER_STAGE, make_plan, with_fills
+from lightning_dpipe.profiling.links import measure_links
 from lightning_dpipe.profiling.store import default_samples, profile_model
 from lightning_dpipe.runtime.bound import Binding
+from lightning_dpipe.runtime.distributed import DistTransport
 from lightning_dpipe.strategy.collectives import HostLink
 
 log = logging.getLogger(__name__)
@@ -109,7 +111,7 @@ def build(spec: PipelineSpec, options: PlanOptions, setting: Setting, link: Host
     """
     error: Exception | None = None
     try:
-        graph = trace(spec, autocast=setting.autocast)
+        graph = trace(spec, autocast=setting.autocast, device=setting.device)
         binding = bind(spec, graph)
         check_batch(options, setting)
     except DPipeError as caught:
@@ -118,7 +120,7 @@ def build(spec: PipelineSpec, options: PlanOptions, setting: Setting, link: Host
     link.compare("the model's graph", digest(graph))
     profile = None
     if options.plan is None or (setting.fill and not options.read_plan().fills):
-        profile = _profile(spec, graph, binding, options, setting)
+        profile = _profile(spec, graph, binding, options, setting, link)
     box: tuple[object, object] | None = None
     try:
         if link.rank == 0:
@@ -174,6 +176,7 @@ def _profile(
     binding: Binding,
     options: PlanOptions,
     setting: Setting,
+    link: HostLink,
 ) -> Profile:
     given = options.read_profile()
     if given is not None:
@@ -197,6 +200,11 @@ def _profile(
         num_microbatches=microbatches,
     )
     log.info("measuring the model's layers (kept for the next run)")
+    links = None
+    if link.world_size > 1:
+        transport = DistTransport(setting.device)
+        links = measure_links(transport, setting.device)
+        transport.close()
     return profile_model(
         spec,
         graph,
@@ -205,6 +213,7 @@ def _profile(
         device=setting.device,
         dtype=setting.precision,
         autocast=setting.autocast,
+        links=links,
         budget_s=options.budget_s,
     )
 

@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from lightning_dpipe.core.errors import RankError
 from lightning_dpipe.strategy.failure import (
     ERROR_WAIT_S,
     Board,
@@ -182,11 +181,6 @@ class Watch:
             end_all(self.children, patience_s=0.0)
         sys.stderr.flush()
         os._exit(1)
-
-    def as_error(self) -> RankError:
-        """The failure of another rank as this rank's exception."""
-        assert self.report is not None
-        return RankError(str(self.report))
 
 
 class Nursery:

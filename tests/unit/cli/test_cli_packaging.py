@@ -46,8 +46,8 @@ def _build(source: Path, target: Path, *kinds: str) -> None:
 def test_both_wheels_hold_every_config_and_recipe(wheels: tuple[Path, Path]) -> None:
     expected = {
         f"lightning_dpipe/conf/{path.relative_to(ROOT / 'conf').as_posix()}"
-        for path in (ROOT / "conf").rglob("*.yaml")
-        if "recipe" not in path.relative_to(ROOT / "conf").parts
+        for path in (ROOT / "conf").rglob("*")
+        if path.is_file() and path.relative_to(ROOT / "conf").parts[0] != "recipe"
     } | {f"lightning_dpipe/conf/recipe/{path.name}" for path in (ROOT / "recipes").glob("*.yaml")}
     assert len(expected) > 8
     for wheel in wheels:

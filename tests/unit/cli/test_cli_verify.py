@@ -6,8 +6,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_dpipe.cli import verify
 from lightning_dpipe.cli.__main__ import main
@@ -16,7 +19,56 @@ from lightning_dpipe.cli.threaded import Outcome
 from lightning_dpipe.core.jsonio import load
 from lightning_dpipe.core.plan import Plan
 from lightning_dpipe.core.profile import Profile
+from lightning_dpipe.data.fields import FieldDataset
+from lightning_dpipe.models.spec import Backbone, Field, Layer, Loss, PipelineSpec
 from lightning_dpipe.planning.search import make_plan
+from lightning_dpipe.strategy.module import DiffusionModule
+
+
+class Counting(nn.Module):
+    """A layer with a fault that no single call shows: its output depends on how often it ran."""
+
+    def __init__(self, drift: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.drift = drift
+        self.calls = 0
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.calls += 1
+        result: Tensor = self.linear(h) * (1.0 + self.drift * self.calls)
+        return result
+
+
+class Mine(DiffusionModule):
+    """A user's own module: two layers, no frozen part."""
+
+    def __init__(self, drift: float = 0.0) -> None:
+        super().__init__()
+        self.drift = drift
+
+    def configure_model(self) -> None:
+        self.first, self.second = Counting(self.drift), Counting(0.0)
+
+    def pipeline_spec(self) -> PipelineSpec:
+        layers = (
+            Layer(name="first", module=self.first, reads=("x",), writes=("h",)),
+            Layer(name="second", module=self.second, reads=("h",), writes=("out",)),
+        )
+        return PipelineSpec(
+            inputs={"x": Field(shape=(4,))},
+            backbones=(Backbone(name="mine", layers=layers),),
+            loss=Loss(fn=lambda out, x: (out - x).square().mean(1), reads=("out", "x")),
+        )
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class MyData(L.LightningDataModule):
+    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        return DataLoader(FieldDataset({"x": torch.randn(32, 4)}), batch_size=4)
+
 
 SMALL = ("recipe=smoke", "trainer.devices=2", "data.batch_size=4", "strategy.num_microbatches=3")
 
@@ -65,6 +117,13 @@ def test_one_gradient_off_by_its_last_bit_fails(
     assert "gradients that are not bit-identical             1" in printed
 
 
+@pytest.mark.parametrize(("drift", "code"), [(0.0, 0), (1e-3, 1)])
+def test_a_users_module_is_checked_by_its_name_alone(drift: float, code: int) -> None:
+    here = f"{Mine.__module__}"
+    command = [f"model._target_={here}.Mine", f"+model.drift={drift}"]
+    assert main(["verify", *command, f"data._target_={here}.MyData", "trainer.devices=2"]) == code
+
+
 @pytest.mark.parametrize(
     ("a", "b", "relative", "identical"),
     [
@@ -109,6 +168,9 @@ def test_plan_writes_the_plan_it_describes(
         assert (folder / name).stat().st_size > 1000
     assert "stage  layers" in printed
     assert "device 1" in printed
+    files = [f"strategy.plan={folder / 'plan.json'}", f"strategy.profile={folder / 'profile.json'}"]
+    assert main(["verify", *command, *files]) == 0
+    assert "2 stages x 2 replicas" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

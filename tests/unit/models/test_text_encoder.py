@@ -52,6 +52,13 @@ def test_bert_layers_give_the_librarys_last_hidden_state_with_padding_zeroed(
 
 
 @torch.no_grad()
+def test_padding_keeps_its_states_when_asked() -> None:
+    model, fields = bert(), tokens((6, 3, 1), 6)
+    found = run_layers(bert_encoder(model, zero_masked=False).layers, fields)["context"]
+    assert torch.equal(found, model(**fields).last_hidden_state)
+
+
+@torch.no_grad()
 def test_encoding_in_slices_does_not_depend_on_who_else_is_padded() -> None:
     # The library drops the mask of a batch without padding; the layers never look.
     encoder, fields = bert_encoder(bert()), tokens((6, 2), 6)

@@ -39,6 +39,14 @@ def test_padding_is_zeroed_too_when_a_mask_is_named() -> None:
     assert torch.equal(layer.module(encoded, mask, keys(0, 2)), expected)
 
 
+def test_kept_captions_are_scaled() -> None:
+    encoded, mask = torch.randn(2, 3, 4), torch.ones(2, 3, dtype=torch.int64)
+    (plain,) = context_dropout(0.0, seed=0, scale=2.0).layers
+    (masked,) = context_dropout(0.0, seed=0, scale=2.0, mask="attention_mask").layers
+    assert torch.equal(plain.module(encoded, keys(0, 2)), 2 * encoded)
+    assert torch.equal(masked.module(encoded, mask, keys(0, 2)), 2 * encoded)
+
+
 def test_nan_padding_does_not_survive_the_mask() -> None:
     """A product with the mask would keep it; encoders may leave anything in padded rows."""
     (layer,) = context_dropout(0.0, seed=0, mask="attention_mask").layers

@@ -4,8 +4,8 @@ import itertools
 import random
 
 import pytest
-
 from brute import all_stages, random_profile
+
 from lightning_dpipe.core.errors import PlanError
 from lightning_dpipe.core.plan import Stage, split_sizes
 from lightning_dpipe.core.profile import Link, Profile

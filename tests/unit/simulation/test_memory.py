@@ -129,3 +129,23 @@ def test_a_component_that_was_not_profiled_is_named() -> None:
     lacking = replace(profile, costs=profile.costs[1:])
     with pytest.raises(ValueError, match="component 'vae' is not in the profile"):
         peak_bytes(plan_of(profile), Schedule.parse("0F0 0B0\n1F0 1B0"), lacking)
+
+
+def test_replicas_of_a_stage_hold_their_share_of_each_microbatch() -> None:
+    profile = profile_of()
+    plan = replace(
+        plan_of(profile, num_microbatches=1),
+        groups=((2, 1, 0),),
+        batch_size=2,  # one micro-batch of 6 samples
+        stages=(
+            Stage(backbone="net", start=0, stop=2, devices=(0, 1)),
+            Stage(backbone="net", start=2, stop=4, devices=(2,)),
+        ),
+    )
+    schedule = Schedule.parse("0F0 0B0\n0F0 0B0\n1F0 1B0")
+    layers = 2 * ACTIVATION
+    assert peak_bytes(plan, schedule, profile) == (
+        RESIDENT + 3 * layers,
+        RESIDENT + 3 * layers,
+        RESIDENT + 6 * layers,
+    )

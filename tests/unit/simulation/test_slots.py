@@ -89,7 +89,8 @@ def test_wrong_use_is_named(instructions: tuple[Instruction, ...], problem: str)
 
 def test_a_receive_needs_a_buffer_of_its_shape() -> None:
     wrong = replace(H0, shape=(4, 7))
-    with pytest.raises(ScheduleError, match=r"float32\[4, 7\] into rows 0:4 of buffer 0 of float32\[4, 8\]"):
+    message = r"float32\[4, 7\] into rows 0:4 of buffer 0 of float32\[4, 8\]"
+    with pytest.raises(ScheduleError, match=message):
         check_slots(program(0, post(wrong, 0)))
 
 

@@ -1,12 +1,15 @@
 """Planning a module that is in memory: refusals that need no process group."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_dpipe.core.errors import DPipeError, PlanError, ScheduleError, UnsupportedError
 from lightning_dpipe.core.jsonio import save
+from lightning_dpipe.strategy.assemble import cut
 from lightning_dpipe.strategy.collectives import HostLink
 from lightning_dpipe.strategy.planned import Built, PlanOptions, Setting, build, refit
 from toy import Toy
@@ -91,11 +94,36 @@ def test_refitting_changes_fills_and_batch_but_never_the_cut(
     assert refit(made, setting(batch_size=8)).plan.fills == made.plan.fills
 
 
+def test_a_cut_keeps_numbering_shared_names_and_what_encoders_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    module = Toy()
+    module.configure_model()
+    module.twin = nn.Linear(16, 8)
+    module.twin.weight = module.join.mix.weight
+    for p in module.time.parameters():  # a locked layer whose weight an encoder uses too
+        p.requires_grad_(False)
+    encoder = module.spec.frozen[0]
+    first = replace(encoder.layers[0], owns=(encoder.layers[0].module, module.time))
+    spec = replace(
+        module.spec,
+        frozen=(replace(encoder, layers=(first, *encoder.layers[1:])), module.spec.frozen[1]),
+    )
+    before = [tuple(p.shape) for p in module.parameters()]
+    names = [name for name, _ in module.named_parameters()]
+    made = build(spec, PlanOptions(cuts=(3,)), setting(), HostLink())
+    cut(module, made.binding, made.plan, 1)
+    assert [tuple(p.shape) for p in module.parameters()] == before
+    assert [name for name, _ in module.named_parameters()] == names
+    absent = {name for name, p in module.named_parameters() if p.is_meta}
+    assert absent == {n for n in names if n.startswith(("entry.", "blocks.0."))}
+    assert module.twin.weight is module.join.mix.weight
+
+
 def test_several_backbones_are_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dataclasses import replace
-
     module = Toy()
     module.configure_model()
     one = module.spec.backbones[0]

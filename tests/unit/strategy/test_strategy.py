@@ -294,3 +294,53 @@ def test_a_module_cut_from_elsewhere_is_refused(tmp_path: Path) -> None:
 def test_without_a_pipeline_bubble_fill_says_that_it_does_nothing(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="BubbleFill does nothing under SingleDeviceStrategy"):
         fit("auto", callbacks=[BubbleFill()], max_epochs=1, default_root_dir=tmp_path)
+
+
+class Resumable:
+    """A loader that knows how many batches it has handed out in this epoch."""
+
+    batch_size = 4
+
+    def __init__(self) -> None:
+        self.images, self.at = Images(24), 0
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < len(self):
+            indices = range(4 * self.at, 4 * self.at + 4)
+            self.at += 1
+            yield torch.utils.data.default_collate([self.images[i] for i in indices])
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("fill", [False, True])
+def test_a_stateful_loader_resumes_within_an_epoch(tmp_path: Path, fill: bool) -> None:
+    class Seen(Callback):
+        def __init__(self) -> None:
+            self.indices: list[int] = []
+
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, out: Any, batch: Any, i: int
+        ) -> None:
+            self.indices += batch["index"].tolist()
+
+    def run(steps: int, ckpt: Path | None = None) -> tuple[list[int], Trainer]:
+        seen = Seen()
+        callbacks = [seen, BubbleFill()] if fill else [seen]
+        it = trainer(max_steps=steps, max_epochs=-1, callbacks=callbacks, default_root_dir=tmp_path)
+        it.fit(Toy(), Resumable(), ckpt_path=ckpt)
+        return seen.indices, it
+
+    whole, _ = run(9)
+    first, stopped = run(4)
+    stopped.save_checkpoint(tmp_path / "mid.ckpt")
+    rest, _ = run(9, tmp_path / "mid.ckpt")
+    assert first + rest == whole

