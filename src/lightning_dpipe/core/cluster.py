@@ -13,6 +13,9 @@ from lightning_dpipe.core.graph import DTYPE_BYTES
 from lightning_dpipe.core.jsonio import from_data
 from lightning_dpipe.core.profile import Link
 
+_FREE = ("host_us", "host_bytes_per_s")
+"""Fields of a link that a cluster file may leave out: 0 costs nothing."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
@@ -100,7 +103,7 @@ class Cluster:
         for name in ("inside", "between"):
             link = getattr(self, name)
             where = f"link {name} of cluster {self.name!r}"
-            _check_positive(where, link, zero=("latency_us", "host_us"))
+            _check_positive(where, link, zero=("latency_us", *_FREE))
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any]) -> "Cluster":
@@ -112,7 +115,7 @@ class Cluster:
         _check_fields("the cluster", cls, data, optional=())
         _check_fields("its device", Device, data["device"], optional=())
         for name in ("inside", "between"):
-            _check_fields(f"its link {name!r}", Link, data[name], optional=("host_us",))
+            _check_fields(f"its link {name!r}", Link, data[name], optional=_FREE)
         made: Cluster = from_data(cls, data)
         return made
 

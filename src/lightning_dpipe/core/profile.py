@@ -38,11 +38,20 @@ class ComponentCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Latency and bandwidth of a kind of transfer; `host_us` is what a message costs its sender."""
+    """Latency and bandwidth of a kind of transfer, and what a message costs its sender's host.
+
+    The host pays `host_us` a message and, where it copies (gloo), `host_bytes_per_s`; 0 is free.
+    """
 
     latency_us: int
     bytes_per_s: int
     host_us: int = 0
+    host_bytes_per_s: int = 0
+
+    def send_us(self, num_bytes: int) -> int:
+        """Time that the sender itself is busy with a message."""
+        copied = num_bytes * 1_000_000 // self.host_bytes_per_s if self.host_bytes_per_s else 0
+        return self.host_us + copied
 
     def transfer_us(self, num_bytes: int) -> int:
         """Time from send to arrival of `num_bytes`."""

@@ -62,16 +62,27 @@ def loopback_links() -> tuple[Link, Link]:
     return p2p, allreduce
 
 
-def fit(small: tuple[int, float], large: tuple[int, float], host_us: float = 0.0) -> Link:
-    """The line through two (bytes, microseconds) points; never faster than the large one alone."""
+def fit(
+    small: tuple[int, float], large: tuple[int, float], host_us: tuple[float, float] = (0.0, 0.0)
+) -> Link:
+    """The line through two (bytes, microseconds) points; never faster than the large one alone.
+
+    `host_us` is what each of the two messages costs its sender.
+    """
     (bytes_0, us_0), (bytes_1, us_1) = small, large
     slope_us = max((us_1 - us_0) / (bytes_1 - bytes_0), us_1 / bytes_1 / 10)
     latency_us = max(0.0, us_0 - slope_us * bytes_0)
     return Link(
         latency_us=round(latency_us),
         bytes_per_s=max(1, int(1e6 / max(slope_us, 1e-9))),
-        host_us=round(host_us),
+        host_us=round(host_us[0]),
+        host_bytes_per_s=_rate(bytes_1 - bytes_0, host_us[1] - host_us[0]),
     )
+
+
+def _rate(num_bytes: int, spent_us: float) -> int:
+    """Bytes a second; 0, which stands for free, when the time is too short to tell."""
+    return int(num_bytes * 1e6 / spent_us) if spent_us > 1.0 else 0
 
 
 def slowest(links: Sequence[Link]) -> Link:
@@ -80,12 +91,13 @@ def slowest(links: Sequence[Link]) -> Link:
         latency_us=max(x.latency_us for x in links),
         bytes_per_s=min(x.bytes_per_s for x in links),
         host_us=max(x.host_us for x in links),
+        host_bytes_per_s=min((x.host_bytes_per_s for x in links if x.host_bytes_per_s), default=0),
     )
 
 
 def _p2p(transport: Transport, device: torch.device, rank: int, peer: int) -> Link:
     small, large = (_ping_pong(transport, device, rank, peer, n) for n in SIZES_BYTES)
-    return fit((SIZES_BYTES[0], small[0]), (SIZES_BYTES[1], large[0]), host_us=small[1])
+    return fit((SIZES_BYTES[0], small[0]), (SIZES_BYTES[1], large[0]), host_us=(small[1], large[1]))
 
 
 def _ping_pong(

@@ -5,10 +5,11 @@ Out:    a TaskGraph in topological order, fills apart.
 
 A value goes straight from the stage that wrote it to each device that reads it, a gradient returns
 along the readers (core/crossings). What a message costs the host is part of the op that sends it:
-the i-th message of an op is handed over ``i * host_us`` after the computation ends.
+each message of an op is handed over when the host is through with those before it.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 from lightning_dpipe.core.crossings import crossings, loss_stage, stage_reads
 from lightning_dpipe.core.errors import PlanError, ScheduleError
@@ -60,6 +61,7 @@ class _Builder:
         self.rows = split_sizes(sum(shape.sizes), plan.num_microbatches)
         self.transfers: list[Transfer] = []
         self.producers: list[str] = []
+        self.host_us: list[int] = []
         self.edges: dict[tuple[int, int, str], int] = {}
         self.waits: dict[tuple[Op, int], list[int]] = {}
         self.lengths: dict[tuple[int, OpKind, int], int] = {}
@@ -74,6 +76,7 @@ class _Builder:
         for d, queue in enumerate(queues):
             ops = zip(self.orders[d], sends[d], strict=True)
             queue += [self._task(op, d, sent) for op, sent in ops]
+            queue += self._upcoming(d)
         updates = self.shape.training and self.shape.reduce
         return TaskGraph(
             num_devices=plan.num_devices,
@@ -113,8 +116,7 @@ class _Builder:
         end_us = self._length_us(op, last - first)
         handed_over = []
         for i in sends:
-            if self.transfers[i].edge is not None:
-                end_us += self.profile.p2p.host_us
+            end_us += self.host_us[i]
             handed_over.append((i, end_us))
         return Task(
             device=device,
@@ -231,6 +233,7 @@ class _Builder:
             Transfer(edge=edge, wire_us=wire_us, latency_us=0 if local else link.latency_us)
         )
         self.producers.append(producer)
+        self.host_us.append(0 if local else link.send_us(num_bytes))
         return len(self.transfers) - 1
 
     # ---- a batch that was not encoded ahead
@@ -277,16 +280,42 @@ class _Builder:
                 self.waits.setdefault((op, target), []).append(sent[-1])
         if not sent:
             return []
-        host_us = self.profile.p2p.host_us
+        sent_us = list(accumulate(self.host_us[i] for i in sent))
         task = Task(
             device=device,
             op=None,
             activity=Activity.HOST,
             label="send rows",
-            length_us=host_us * len(sent),
-            sends=tuple((s, host_us * (i + 1)) for i, s in enumerate(sent)),
+            length_us=sent_us[-1],
+            sends=tuple(zip(sent, sent_us, strict=True)),
         )
         return [task]
+
+    def _upcoming(self, device: int) -> list[Task]:
+        """What handing over the next batch's rows costs the host; their wires are idle enough.
+
+        It is charged once, after the last op, though the messages go out as their fills end.
+        """
+        if self.shape.next_sizes is None:
+            return []
+        rows, link = self.shape.next_sizes[device], self.profile.p2p
+        spent_us = 0
+        for target in range(self.plan.num_devices):
+            stages = self.plan.stages_on(target)
+            reads = {v for s in stages for v in stage_reads(self.graph, self.plan.stages, s)}
+            for value in reads.intersection(self.graph.side_inputs) if target != device else ():
+                spent_us += link.send_us(rows * self.graph.values[value].bytes_per_sample)
+        if not spent_us:
+            return []
+        return [
+            Task(
+                device=device,
+                op=None,
+                activity=Activity.HOST,
+                label="send rows",
+                length_us=spent_us,
+            )
+        ]
 
     # ---- order
 
