@@ -1,6 +1,6 @@
 """What filling the bubbles is worth: two real ranks, a real U-Net, a real MiniLM text encoder.
 
-    python -m benchmarks.fill [--quick] [--json]
+    python -m benchmarks.fill [--quick] [--json] [--emulate D]
 
 S=2 stages, M in {2, 4} micro-batches, 32 samples per rank, one thread per rank, over gloo. An
 unfilled and a filled iteration (optimizer included) alternate; the figures are medians. Costs are
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks import fill_emulated
 from benchmarks.common import OUT, Report, parser, show
 from benchmarks.models import emoji_spec, fields
 from lightning_dpipe.core.graph import ModelGraph
@@ -240,9 +241,14 @@ def add(report: Report, m: int, outcome: Outcome) -> None:
 
 def main() -> int:
     """Measure M = 2 and 4."""
-    options = parser(__doc__).parse_args()
-    pairs = 10 if options.quick else 60
+    arguments = parser(__doc__)
+    arguments.add_argument("--emulate", type=int, metavar="D", help="D emulated devices instead")
+    options = arguments.parse_args()
     report = Report("fill")
+    if options.emulate:
+        fill_emulated.run(report, options.emulate, steps=3 if options.quick else 7)
+        return report.finish(as_json=options.json)
+    pairs = 10 if options.quick else 60
     for m in (2, 4):
         show(f"M={m}: profiling, calibrating, {pairs} pairs ...")
         add(report, m, run_ranks(measure, STAGES, m, pairs, timeout_s=1800)[0])

@@ -67,10 +67,13 @@ def _report(error: Exception) -> int:
         return 1
     cause = error.__cause__
     if isinstance(error, InstantiationException):
-        if not isinstance(cause, DPipeError):
+        if isinstance(cause, DPipeError):
+            error, cause = cause, None
+        elif not isinstance(cause, TypeError) or "unexpected keyword" not in str(cause):
             traceback.print_exception(error)
             return 1
-        error, cause = cause, None
+    if isinstance(error, FileNotFoundError):
+        error = DPipeError(str(error))
     if isinstance(error, DPipeError | HydraException | OmegaConfBaseException):
         rank = os.environ.get("LOCAL_RANK", "0")
         where = "dpipe" if rank == "0" else f"dpipe (rank {rank})"

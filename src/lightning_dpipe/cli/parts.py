@@ -81,6 +81,11 @@ def num_devices(config: DictConfig) -> int:
         return devices if devices > 0 else _auto_devices(config)
     if isinstance(devices, str) and devices.isdigit():
         return int(devices)
+    if isinstance(devices, str) and devices not in ("auto", "-1"):
+        raise DPipeError(
+            f"trainer.devices={devices!r} is not a number of devices; give one, a list of indices, "
+            "or auto"
+        )
     return _auto_devices(config) if isinstance(devices, str) else len(devices)
 
 

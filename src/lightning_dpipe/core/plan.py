@@ -117,10 +117,12 @@ def default_groups(world_size: int, num_devices: int) -> tuple[tuple[int, ...], 
     Raises:
         PlanError: `world_size` is not a multiple of `num_devices`.
     """
-    if num_devices < 1 or world_size % num_devices:
+    if num_devices < 1:
+        raise PlanError(f"a pipeline of {num_devices} devices; num_stages must be at least 1")
+    if world_size % num_devices:
         raise PlanError(
             f"{world_size} ranks cannot form pipelines of {num_devices} devices "
-            f"({world_size} % {num_devices} = {world_size % max(num_devices, 1)}); "
+            f"({world_size} % {num_devices} = {world_size % num_devices}); "
             "choose num_stages so that it divides the world size"
         )
     return tuple(

@@ -8,6 +8,7 @@ profile makes the plan, which is broadcast.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -162,7 +163,9 @@ def check_batch(options: PlanOptions, setting: Setting) -> None:
         return
     else:
         microbatches, devices = options.num_microbatches, options.stages(setting.world_size)
-    if not 1 <= microbatches <= setting.batch_size * devices:
+    if microbatches < 1:
+        raise PlanError(f"num_microbatches={microbatches}; give at least 1, or leave it out")
+    if microbatches > setting.batch_size * devices:
         raise PlanError(
             f"num_microbatches={microbatches}, but a pipeline's batch has "
             f"{setting.batch_size * devices} samples ({setting.batch_size} per device x {devices} "
@@ -199,7 +202,6 @@ def _profile(
         num_devices=devices,
         num_microbatches=microbatches,
     )
-    log.info("measuring the model's layers (kept for the next run)")
     links = None
     if link.world_size > 1:
         transport = DistTransport(setting.device)
@@ -215,7 +217,21 @@ def _profile(
         autocast=setting.autocast,
         links=links,
         budget_s=options.budget_s,
+        progress=_announce(),
     )
+
+
+def _announce() -> Callable[[str], None]:
+    """Say once that layers are measured; nothing is said when the profile is known already."""
+    said = False
+
+    def once(_: str) -> None:
+        nonlocal said
+        if not said:
+            log.info("measuring the model's layers (kept for the next run)")
+        said = True
+
+    return once
 
 
 def _plan(

@@ -43,7 +43,7 @@ def check_module(module: LightningModule) -> None:
     for step in _STEPS:
         if getattr(type(module), step) is not getattr(DiffusionModule, step):
             raise UnsupportedError(
-                f"{name} overrides {step} (a dataloader_iter argument included), which a pipeline "
+                f"{name} overrides {step}, which a pipeline "
                 "never calls: it runs the layers of pipeline_spec(). Move the work into the spec's "
                 "layers and loss, or into a callback"
             )

@@ -208,7 +208,7 @@ class WeightAveraging(Callback):
     [
         (Manual, {}, "sets automatic_optimization = False"),
         (OwnStep, {}, "OwnStep overrides training_step"),
-        (IteratorStep, {}, "overrides training_step .a dataloader_iter argument included"),
+        (IteratorStep, {}, "overrides training_step"),
         (OwnBackward, {}, "OwnBackward overrides backward"),
         (Plain, {}, "Plain is not a DiffusionModule"),
         (TwoOptimizers, {}, "returned several optimizers; expected exactly 1"),
