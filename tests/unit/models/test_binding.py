@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from lightning_dpipe.core.errors import SpecError
 from lightning_dpipe.models.binding import bind
 from lightning_dpipe.models.liveness import trace
-from lightning_dpipe.models.reference import run_once, sample_losses
 from lightning_dpipe.models.spec import (
     Backbone,
     Field,
@@ -17,6 +16,7 @@ from lightning_dpipe.models.spec import (
     PipelineSpec,
     SelfConditioning,
 )
+from reference import run_once, sample_losses
 from small import small_unet
 
 

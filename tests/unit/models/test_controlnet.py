@@ -12,10 +12,10 @@ from lightning_dpipe.core.graph import ModelGraph
 from lightning_dpipe.models.binding import bind
 from lightning_dpipe.models.controlnet import ControlledUNet, controlnet_components
 from lightning_dpipe.models.liveness import trace
-from lightning_dpipe.models.reference import run_once
 from lightning_dpipe.models.spec import Backbone, Field, FrozenComponent, Loss, PipelineSpec
 from lightning_dpipe.models.verify import run_layers
 from lightning_dpipe.runtime.bound import Binding
+from reference import run_once
 from staged import bound, run_staged
 
 TINY: dict[str, Any] = {

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_dpipe.core.errors import SpecError, UnsupportedError
 from lightning_dpipe.models.dit import dit_backbone, dit_layers
-from lightning_dpipe.models.reference import run_once
+from reference import run_once
 from staged import bound, run_staged
 
 CONFIG: dict[str, Any] = {

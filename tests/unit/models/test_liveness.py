@@ -13,9 +13,9 @@ from lightning_dpipe.core.errors import SpecError
 from lightning_dpipe.core.graph import ComponentKind
 from lightning_dpipe.models.binding import bind
 from lightning_dpipe.models.liveness import trace
-from lightning_dpipe.models.reference import run_once
 from lightning_dpipe.models.spec import DRAW_KEY
 from lightning_dpipe.objective.draws import normal
+from reference import run_once
 from unit.models.chain import WIDTH, Fork, Sum, conditioned, encoder, layer, spec
 
 

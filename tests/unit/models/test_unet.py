@@ -12,8 +12,8 @@ from lightning_dpipe.core.crossings import crossings
 from lightning_dpipe.core.errors import SpecError, UnsupportedError
 from lightning_dpipe.core.graph import ModelGraph
 from lightning_dpipe.models.liveness import trace
-from lightning_dpipe.models.reference import run_once
 from lightning_dpipe.models.unet import check_latent, unet_backbone, unet_layers
+from reference import run_once
 from staged import bound, run_staged, spec_of, stages_at
 
 SD_SHAPED: dict[str, Any] = {  # SD's blocks, one layer each, narrow
