@@ -101,10 +101,7 @@ class AgreedLoader:
     def _agree_on_length(self) -> int | None:
         try:
             mine = len(self.loader)
-        except (
-            TypeError,
-            NotImplementedError,
-        ):  # an iterable loader without a length
+        except (TypeError, NotImplementedError):  # an iterable loader without a length
             mine = _UNSIZED
         lengths = self.links.exchange(mine)
         if min(lengths) < 0:
