@@ -57,8 +57,9 @@ def _peak_in_flight(
     kept: dict[tuple[int, int], int] = {}
     last = {(op.stage, op.microbatch): op for op in order if op.kind is not OpKind.S}
     for op in order:
-        key, replicas = (op.stage, op.microbatch), plan.stages[op.stage].devices
-        samples = split_sizes(sizes[op.microbatch], len(replicas))[replicas.index(device)]
+        key = (op.stage, op.microbatch)
+        first, last_row = plan.stages[op.stage].rows_on(device, sizes[op.microbatch])
+        samples = last_row - first
         recompute = plan.stages[op.stage].recompute
         added = 0
         if op.kind is OpKind.F and recompute:

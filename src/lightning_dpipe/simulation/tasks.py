@@ -99,10 +99,7 @@ class _Builder:
 
     def _row_range(self, stage: int, device: int, microbatch: int) -> tuple[int, int]:
         """Rows of a micro-batch that a replica of a stage works on."""
-        devices = self.plan.stages[stage].devices
-        at = devices.index(device)
-        parts = split_sizes(self.rows[microbatch], len(devices))
-        return sum(parts[:at]), sum(parts[: at + 1])
+        return self.plan.stages[stage].rows_on(device, self.rows[microbatch])
 
     # ---- ops
 
@@ -270,7 +267,7 @@ class _Builder:
                 continue
             rows: dict[int, int] = {}
             for s in self.plan.stages_on(target):
-                share = -(-self.shape.sizes[device] // len(self.plan.stages[s].devices))
+                share = self.plan.stages[s].most_rows(target, self.shape.sizes[device])
                 for value in stage_reads(self.graph, self.plan.stages, s):
                     if value in values and value in self.graph.side_inputs:
                         rows[value] = max(rows.get(value, 0), share)
