@@ -142,8 +142,8 @@ def split_sizes(total: int, parts: int) -> tuple[int, ...]:
 def split_by_shares(total: int, shares: Sequence[int]) -> tuple[int, ...]:
     """Split in proportion to whole-number weights, by largest remainders, earlier ones first.
 
-    Nobody goes without as long as there is one for each: the largest parts give. Equal weights give
-    `split_sizes`.
+    Nobody goes without as long as there is one for each: the largest parts give, the least share
+    first. Equal weights give `split_sizes`.
     """
     weight = sum(shares)
     parts = [total * share // weight for share in shares]
@@ -151,7 +151,7 @@ def split_by_shares(total: int, shares: Sequence[int]) -> tuple[int, ...]:
     for i in by_remainder[: total - sum(parts)]:
         parts[i] += 1
     while total >= len(parts) and 0 in parts:
-        parts[parts.index(max(parts))] -= 1
+        parts[max(range(len(parts)), key=lambda i: (parts[i], -shares[i]))] -= 1
         parts[parts.index(0)] += 1
     return tuple(parts)
 

@@ -16,9 +16,11 @@ can afford it do without partial batches.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import add
 
+from lightning_dpipe.core.fleet import kinds_in_groups
 from lightning_dpipe.core.plan import Fill, Plan
 from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.core.program import StepShape
@@ -92,15 +94,15 @@ def fill(
         PlanError: The plan does not fit the schedule.
         ScheduleError: The schedule would deadlock.
     """
-    work = FrozenCosts.of(profile, samples=plan.batch_size, overhead_us=fill_overhead_us)
-    if not work.layers:
+    works = _works(plan, profile, fill_overhead_us)
+    if not works[0].layers:
         return ()
     graph = task_graph(plan, schedule, profile, _encoded_shape(plan, schedule))
-    best = _best_placement(graph, work)
+    best = _best_placement(graph, works)
     return tuple(
         replace(fill, self_conditioned=self_conditioned)
         for (device, num_done), pieces in sorted(best.slots.items())
-        for fill in work.fills(
+        for fill in works[device].fills(
             pieces, device, schedule.orders[device][num_done - 1] if num_done else None
         )
     )
@@ -114,9 +116,9 @@ def lower_bound_us(plan: Plan, profile: Profile, *, self_conditioned: bool = Fal
     """
     schedule = schedule_of(plan, self_conditioned=self_conditioned)
     graph = task_graph(plan, schedule, profile, _encoded_shape(plan, schedule))
-    work = FrozenCosts.of(profile, samples=plan.batch_size, overhead_us=0)
+    frozen_us = map(least_frozen_us, _works(plan, profile, 0))
     clock = Clock(graph)
-    loads_us = [optimizer + least_frozen_us(work) for optimizer in graph.optimizer_us]
+    loads_us = list(map(add, graph.optimizer_us, frozen_us))
     for task in graph.tasks:
         clock.run(task)
         loads_us[task.device] += task.length_us
@@ -131,25 +133,36 @@ def least_frozen_us(work: FrozenCosts) -> int:
     return total_us
 
 
+def _works(plan: Plan, profile: Profile, overhead_us: int) -> tuple[FrozenCosts, ...]:
+    """Per device: its frozen work, at the costs of its kind."""
+    by_kind = {
+        kind: FrozenCosts.of(
+            profile.of_kind(kind), samples=plan.batch_size, overhead_us=overhead_us
+        )
+        for kind in kinds_in_groups(plan, profile)
+    }
+    return tuple(by_kind[kind] for kind in kinds_in_groups(plan, profile))
+
+
 def _encoded_shape(plan: Plan, schedule: Schedule) -> StepShape:
     """A step of the steady state in which nothing is left to encode."""
     return replace(steady_shape(plan, schedule), encoded=True, next_sizes=None)
 
 
-def _best_placement(graph: TaskGraph, work: FrozenCosts) -> Placement:
+def _best_placement(graph: TaskGraph, works: Sequence[FrozenCosts]) -> Placement:
     """The first walk that comes near the floor, else the best of all rules and targets."""
     rule, target_us = Rule(), None
-    best = first = _place(graph, work, rule, None)
-    low = _floor_us(graph, work)
-    for tried, share in _tries(graph, work):
+    best = first = _place(graph, works, rule, None)
+    low = _floor_us(graph, works)
+    for tried, share in _tries(graph, works[0]):
         if (best.end_us - low) * _WORTH_IT <= best.end_us:
             break
         target = low + int((first.end_us - low) * share)
-        found = _place(graph, work, tried, target)
+        found = _place(graph, works, tried, target)
         least_gain_us = first.end_us // _WORTH_IT if target_us is None else 0
         if found.end_us < best.end_us - least_gain_us:
             best, rule, target_us = found, tried, target
-    return _without_partials(graph, work, best, rule, target_us)
+    return _without_partials(graph, works, best, rule, target_us)
 
 
 def _tries(graph: TaskGraph, work: FrozenCosts) -> Iterator[tuple[Rule, float]]:
@@ -175,27 +188,34 @@ def _tries(graph: TaskGraph, work: FrozenCosts) -> Iterator[tuple[Rule, float]]:
 
 
 def _without_partials(
-    graph: TaskGraph, work: FrozenCosts, best: Placement, rule: Rule, target_us: int | None
+    graph: TaskGraph,
+    works: Sequence[FrozenCosts],
+    best: Placement,
+    rule: Rule,
+    target_us: int | None,
 ) -> Placement:
     """Fewer, fuller fills on the devices whose end leaves room for it."""
-    whole = _place(graph, work, replace(rule, whole=frozenset(range(graph.num_devices))), target_us)
+    all_whole = replace(rule, whole=frozenset(range(graph.num_devices)))
+    whole = _place(graph, works, all_whole, target_us)
     devices = [d for d, end_us in enumerate(whole.device_end_us) if end_us <= best.end_us]
     if len(devices) == graph.num_devices:
         return whole
-    mixed = _place(graph, work, replace(rule, whole=frozenset(devices)), target_us)
+    mixed = _place(graph, works, replace(rule, whole=frozenset(devices)), target_us)
     return mixed if mixed.end_us <= best.end_us else best
 
 
-def _floor_us(graph: TaskGraph, work: FrozenCosts) -> int:
+def _floor_us(graph: TaskGraph, works: Sequence[FrozenCosts]) -> int:
     """The earliest target worth a try: critical path, and each device's work at full batches."""
-    frozen_us = sum(work.cost_us(i, work.samples) for i in range(len(work.layers)))
-    loads_us = [optimizer + frozen_us for optimizer in graph.optimizer_us]
+    frozen_us = [sum(w.cost_us(i, w.samples) for i in range(len(w.layers))) for w in works]
+    loads_us = list(map(add, graph.optimizer_us, frozen_us))
     for task in graph.tasks:
         loads_us[task.device] += task.length_us
     return max(max(graph.path_us), *loads_us)
 
 
-def _place(graph: TaskGraph, work: FrozenCosts, rule: Rule, target_us: int | None) -> Placement:
+def _place(
+    graph: TaskGraph, works: Sequence[FrozenCosts], rule: Rule, target_us: int | None
+) -> Placement:
     """Walk the pipeline once, filling each bubble as it opens.
 
     Without a target a fill ends before the op after it could start anyway; with one it may run
@@ -204,8 +224,7 @@ def _place(graph: TaskGraph, work: FrozenCosts, rule: Rule, target_us: int | Non
     """
     clock = Clock(graph)
     backlogs = [
-        Backlog(work, partial=d not in rule.whole, order=rule.order)
-        for d in range(graph.num_devices)
+        Backlog(work, partial=d not in rule.whole, order=rule.order) for d, work in enumerate(works)
     ]
     num_done = [0] * graph.num_devices
     slots: dict[tuple[int, int], list[Piece]] = {}

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Literal
 
 from lightning_dpipe.core.errors import PlanError
+from lightning_dpipe.core.fleet import device_profiles
 from lightning_dpipe.core.jsonio import digest
 from lightning_dpipe.core.plan import Plan, Stage, default_groups, split_sizes
 from lightning_dpipe.core.profile import Profile
@@ -146,17 +147,20 @@ def _space(
 def explain(plan: Plan, profile: Profile) -> str:
     """Table of the stages and what the plan is predicted to cost, as `dpipe plan` prints it."""
     rows = max(split_sizes(plan.batch_size * plan.num_devices, plan.num_microbatches))
+    own = device_profiles(plan, profile)
     lines = ["stage  layers     forward    backward   parameters  devices"]
     for i, s in enumerate(plan.stages):
         span = (s.backbone, s.start, s.stop)
         costs = profile.component(s.backbone).layers[s.start : s.stop]
-        samples = -(-rows // len(s.devices))
+        profiles = [(own[d], n) for d, n in zip(s.devices, s.split(rows), strict=True)]
         lines.append(
             f"{i:>5}  {f'{s.start}:{s.stop}':<9}"
-            f"{profile.forward_us(*span, samples) / 1e3:>6.2f} ms"
-            f"{profile.backward_us(*span, samples) / 1e3:>9.2f} ms"
+            f"{max(p.forward_us(*span, n) for p, n in profiles) / 1e3:>6.2f} ms"
+            f"{max(p.backward_us(*span, n) for p, n in profiles) / 1e3:>9.2f} ms"
             f"{sum(c.param_bytes for c in costs) / 1e6:>10.2f} MB"
-            f"  {', '.join(map(str, s.devices))}" + (" recompute" if s.recompute else "")
+            f"  {', '.join(map(str, s.devices))}"
+            + (f" by {':'.join(map(str, s.shares))}" if s.shares else "")
+            + (" recompute" if s.recompute else "")
         )
     schedule = schedule_of(plan)
     unfilled = simulate(replace(plan, fills=()), schedule, profile)

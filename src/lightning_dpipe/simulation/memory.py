@@ -8,6 +8,7 @@ message buffers, encodings and the allocator's slack; leave a margin for them.
 from collections.abc import Sequence
 
 from lightning_dpipe.core.crossings import stage_reads
+from lightning_dpipe.core.fleet import device_profiles
 from lightning_dpipe.core.op import Op, OpKind
 from lightning_dpipe.core.plan import Plan, split_sizes
 from lightning_dpipe.core.profile import Profile, interpolate
@@ -21,6 +22,7 @@ def peak_bytes(plan: Plan, schedule: Schedule, profile: Profile) -> tuple[int, .
     """Largest number of bytes each device of a pipeline group holds during one step.
 
     Raises:
+        PlanError: Groups are of unequal speed.
         ProfileError: The profile lacks a component of the plan.
         SpecError: The profile's graph lacks one.
     """
@@ -29,11 +31,12 @@ def peak_bytes(plan: Plan, schedule: Schedule, profile: Profile) -> tuple[int, .
         for component in profile.graph.frozen
         for layer in profile.component(component.name).layers
     )
+    profiles = device_profiles(plan, profile)
     sizes = split_sizes(plan.batch_size * plan.num_devices, plan.num_microbatches)
     return tuple(
         frozen
         + sum(_resident_bytes(plan, profile, stage) for stage in plan.stages_on(device))
-        + _peak_in_flight(plan, profile, device, order, sizes)
+        + _peak_in_flight(plan, profiles[device], device, order, sizes)
         for device, order in enumerate(schedule.orders)
     )
 

@@ -11,12 +11,13 @@ What is modelled, beside the ops and messages of `tasks`:
 * After its last op and leftover fills a device waits for the reduction of its gradients (it starts
   with each stage's last backward, as a ring: 2(n-1)/n of the bytes), then steps its optimizer.
 * All devices end together; the profile's overhead is a HOST span at the end of each.
-The loss is free, and all pipeline groups are taken to be alike.
+Each device takes the times of its own kind. The loss is free, and all pipeline groups are alike.
 """
 
 from collections.abc import Mapping, Sequence
 
 from lightning_dpipe.core.fills import fill_slots
+from lightning_dpipe.core.fleet import device_profiles
 from lightning_dpipe.core.op import OpKind
 from lightning_dpipe.core.plan import Fill, Plan
 from lightning_dpipe.core.profile import Profile
@@ -39,13 +40,13 @@ def simulate(
         shape: Batch sizes and variant; full batches in steady state by default.
 
     Raises:
-        PlanError: The shape does not fit the plan.
+        PlanError: The shape does not fit the plan, or groups are of unequal speed.
         ScheduleError: The ops wait for each other in a circle.
     """
     chosen = steady_shape(plan, schedule) if shape is None else shape
     graph = task_graph(plan, schedule, profile, chosen)
     slots = fill_slots(plan, profile.graph, step_orders(schedule, chosen), chosen)
-    walk = _Walk(graph, profile, slots)
+    walk = _Walk(graph, device_profiles(plan, profile), slots)
     for task in graph.tasks:
         walk.run(task)
     return walk.finish()
@@ -68,10 +69,10 @@ class _Walk:
     def __init__(
         self,
         graph: TaskGraph,
-        profile: Profile,
+        profiles: Sequence[Profile],
         slots: Mapping[tuple[int, int], Sequence[Fill]],
     ) -> None:
-        self.graph, self.profile, self.slots = graph, profile, slots
+        self.graph, self.profiles, self.slots = graph, profiles, slots
         self.clock = Clock(graph)
         self.num_done = [0] * graph.num_devices
         self.spans: list[Span] = []
@@ -123,7 +124,7 @@ class _Walk:
     def _fills(self, device: int) -> None:
         for fill in self.slots.get((device, self.num_done[device]), ()):
             start = self.clock.free_us[device]
-            end = start + self.profile.forward_us(
+            end = start + self.profiles[device].forward_us(
                 fill.component, fill.start, fill.stop, fill.last - fill.first
             )
             self.clock.free_us[device] = end

@@ -23,7 +23,7 @@ def schedule_of(plan: Plan, *, self_conditioned: bool = False) -> Schedule:
     )
     if plan.num_devices == 1 and len(plan.stages) > 1:
         return one_device(len(plan.stages), plan.num_microbatches, self_conditioned)
-    if all(len(stage.devices) == 1 for stage in plan.stages):
+    if all(stage.devices == (i,) for i, stage in enumerate(plan.stages)):
         return by_stage
     orders: list[tuple[Op, ...]] = [()] * plan.num_devices
     for stage, order in zip(plan.stages, by_stage.orders, strict=True):

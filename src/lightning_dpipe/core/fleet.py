@@ -1,0 +1,78 @@
+"""One profile for a world of several kinds of devices, and who in a plan is of which kind.
+
+In:     a Profile per kind, and the kind of every rank. Out: a Profile that holds them all, and the
+Profile of each device of a plan's groups.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lightning_dpipe.core.errors import PlanError, ProfileError
+from lightning_dpipe.core.plan import Plan
+from lightning_dpipe.core.profile import DeviceCosts, Profile
+
+
+def fleet(profiles: Sequence[Profile], kinds: Sequence[int]) -> Profile:
+    """The profile of a world in which rank r is a device of ``profiles[kinds[r]]``.
+
+    Links are those of the first profile, the overhead is the largest: all ranks end together.
+
+    Raises:
+        ProfileError: The profiles are of different models or precisions, or a kind has no rank.
+    """
+    if sorted(set(kinds)) != list(range(len(profiles))):
+        raise ProfileError(
+            f"kinds {tuple(kinds)} for {len(profiles)} profiles; name for every rank which of them "
+            "it is, and leave out profiles that no rank is of"
+        )
+    first = profiles[0]
+    for other in profiles[1:]:
+        if other.graph != first.graph or other.dtype != first.dtype:
+            raise ProfileError(
+                f"the profiles of {first.device!r} ({first.dtype}) and {other.device!r} "
+                f"({other.dtype}) are of different models or precisions; profile one model on both"
+            )
+    if len(profiles) == 1:
+        return first
+    return replace(
+        first,
+        overhead_us=max(p.overhead_us for p in profiles),
+        estimated=any(p.estimated for p in profiles),
+        others=tuple(
+            DeviceCosts(device=p.device, costs=p.costs, memory_bytes=p.memory_bytes)
+            for p in profiles[1:]
+        ),
+        kinds=tuple(kinds),
+    )
+
+
+def kinds_in_groups(plan: Plan, profile: Profile) -> tuple[int, ...]:
+    """Per device of a pipeline group: its kind, the same in every group.
+
+    Raises:
+        PlanError: The profile is of another world, or groups are of unequal speed.
+    """
+    if not profile.kinds:
+        return (0,) * plan.num_devices
+    if len(profile.kinds) != plan.world_size:
+        raise PlanError(
+            f"the profile knows the devices of {len(profile.kinds)} ranks, the plan has "
+            f"{plan.world_size}; profile the world that is planned for"
+        )
+    by_group = [tuple(profile.kinds[rank] for rank in ranks) for ranks in plan.groups]
+    for index, kinds in enumerate(by_group):
+        if kinds != by_group[0]:
+            raise PlanError(
+                f"pipeline group {index} has devices of kinds {kinds}, group 0 of {by_group[0]}: "
+                "one would wait for the other; give every group the same kinds, or use one group"
+            )
+    return by_group[0]
+
+
+def device_profiles(plan: Plan, profile: Profile) -> tuple[Profile, ...]:
+    """Per device of a pipeline group: the profile of its kind.
+
+    Raises:
+        PlanError: As `kinds_in_groups`.
+    """
+    return tuple(profile.of_kind(kind) for kind in kinds_in_groups(plan, profile))
