@@ -76,3 +76,32 @@ def device_profiles(plan: Plan, profile: Profile) -> tuple[Profile, ...]:
         PlanError: As `kinds_in_groups`.
     """
     return tuple(profile.of_kind(kind) for kind in kinds_in_groups(plan, profile))
+
+
+def groups_by_kind(order: Sequence[int], kinds: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Equal pipeline groups of a world of several kinds of devices.
+
+    Of each kind, consecutive ranks form a group, the lowest one last in the pipeline.
+
+    Args:
+        order: The kind of each device of a group.
+        kinds: The kind of every rank.
+
+    Raises:
+        PlanError: The world is not so many groups of these devices.
+    """
+    num_groups = len(kinds) // len(order)
+    if sorted(kinds) != sorted(list(order) * num_groups):
+        raise PlanError(
+            f"ranks of kinds {tuple(kinds)} cannot form groups of kinds {tuple(order)}; "
+            "every group needs the same number of each kind"
+        )
+    places = {kind: [d for d, k in enumerate(order) if k == kind] for kind in set(order)}
+    groups = [[0] * len(order) for _ in range(num_groups)]
+    for kind, devices in places.items():
+        ranks = [rank for rank, k in enumerate(kinds) if k == kind]
+        for group in range(num_groups):
+            mine = ranks[group * len(devices) : (group + 1) * len(devices)]
+            for device, rank in zip(devices, reversed(mine), strict=True):
+                groups[group][device] = rank
+    return tuple(map(tuple, groups))

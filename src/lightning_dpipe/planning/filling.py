@@ -18,7 +18,6 @@ can afford it do without partial batches.
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from operator import add
 
 from lightning_dpipe.core.fleet import kinds_in_groups
 from lightning_dpipe.core.plan import Fill, Plan
@@ -116,9 +115,12 @@ def lower_bound_us(plan: Plan, profile: Profile, *, self_conditioned: bool = Fal
     """
     schedule = schedule_of(plan, self_conditioned=self_conditioned)
     graph = task_graph(plan, schedule, profile, _encoded_shape(plan, schedule))
-    frozen_us = map(least_frozen_us, _works(plan, profile, 0))
+    works = _works(plan, profile, 0)
     clock = Clock(graph)
-    loads_us = list(map(add, graph.optimizer_us, frozen_us))
+    loads_us = [
+        optimizer + least_frozen_us(work)
+        for optimizer, work in zip(graph.optimizer_us, works, strict=True)
+    ]
     for task in graph.tasks:
         clock.run(task)
         loads_us[task.device] += task.length_us
@@ -206,8 +208,10 @@ def _without_partials(
 
 def _floor_us(graph: TaskGraph, works: Sequence[FrozenCosts]) -> int:
     """The earliest target worth a try: critical path, and each device's work at full batches."""
-    frozen_us = [sum(w.cost_us(i, w.samples) for i in range(len(w.layers))) for w in works]
-    loads_us = list(map(add, graph.optimizer_us, frozen_us))
+    loads_us = [
+        optimizer + sum(work.cost_us(i, work.samples) for i in range(len(work.layers)))
+        for optimizer, work in zip(graph.optimizer_us, works, strict=True)
+    ]
     for task in graph.tasks:
         loads_us[task.device] += task.length_us
     return max(max(graph.path_us), *loads_us)
