@@ -160,7 +160,7 @@ def emulate(
     """Run `steps` steady iterations of one pipeline group; returns their measured timelines.
 
     Args:
-        profile: Times and links of the emulated device.
+        profile: Times and links of the emulated device, or devices of a single group.
         plan: Made from `profile`.
         steps: After one step that encodes up front.
         jitter: Sigma of a lognormal factor (mean 1) on every layer's time.
@@ -174,6 +174,7 @@ def emulate(
         bytes_per_s=profile.p2p.bytes_per_s / BYTES_SCALE,
     )
     hub = ThreadHub(plan.num_devices, delay=link, timeout_s=600.0)
+    together = threading.Barrier(plan.num_devices, timeout=600.0)
 
     def body(rank: int, _: ThreadHub) -> list[StepTrace]:
         draw = random.Random(1000 * seed + rank)
@@ -181,18 +182,24 @@ def emulate(
             (lambda: draw.lognormvariate(-(jitter**2) / 2, jitter)) if jitter else (lambda: 1.0)
         )
         session = PipelineSession(
-            graph=graph, binding=bind_sleeps(graph, profile, factor), plan=plan, rank=rank,
+            graph=graph, binding=bind_sleeps(graph, profile.on(rank), factor), plan=plan, rank=rank,
             transport=hub.transport(rank), device=torch.device("cpu"), seed=0, trace=True,
         )  # fmt: skip
-        return _steps(session, graph, plan, steps, coins)
+        return _steps(session, graph, plan, steps, coins, together)
 
     traces = run_threads(body, plan.num_devices, hub=hub, timeout_s=600.0)
     return [merge([t[i] for t in traces]) for i in range(1, steps + 1)]
 
 
 def _steps(
-    session: PipelineSession, graph: ModelGraph, plan: Plan, steps: int, coins: Sequence[bool]
+    session: PipelineSession,
+    graph: ModelGraph,
+    plan: Plan,
+    steps: int,
+    coins: Sequence[bool],
+    together: threading.Barrier,
 ) -> list[StepTrace]:
+    """All devices start each step together, as gradient sums would have it."""
     sizes = (plan.batch_size,) * plan.num_devices
     batch = {
         graph.values[v].name: torch.zeros(plan.batch_size, *graph.values[v].shape)
@@ -201,6 +208,7 @@ def _steps(
     found = []
     for step in range(steps + 1):
         ahead = bool(plan.fills)
+        together.wait()
         result = session.step(
             batch, sizes=sizes, batch_index=step, loss_scale=1.0,
             next_batch=batch if ahead else None, next_sizes=sizes if ahead else None,

@@ -98,6 +98,10 @@ class Profile:
                 "of devices; number them from 0"
             )
 
+    def on(self, rank: int) -> "Profile":
+        """The profile of a global rank's own kind of device."""
+        return self.of_kind(self.kinds[rank]) if self.kinds else self
+
     def of_kind(self, kind: int) -> "Profile":
         """The profile of a world of this kind of device only."""
         return self._of_kinds[kind]
