@@ -46,6 +46,34 @@ def fleet(profiles: Sequence[Profile], kinds: Sequence[int]) -> Profile:
     )
 
 
+def kinds_of(
+    names: Sequence[str], times_us: Sequence[Sequence[int]], tolerance: float | None
+) -> tuple[int, ...]:
+    """Number the kinds of a world's devices, in the order of their first ranks.
+
+    Args:
+        names: Of every rank's device; devices of different names are of different kinds.
+        times_us: Of every rank: how long the same pieces of work take.
+        tolerance: Devices of one name are of one kind if none of their times differ by more than
+            this share of the first one's; None: always, whatever noise has measured.
+    """
+    firsts: list[int] = []
+    kinds = []
+    for rank, name in enumerate(names):
+
+        def alike(first: int, rank: int = rank, name: str = name) -> bool:
+            pairs = zip(times_us[first], times_us[rank], strict=True)
+            return names[first] == name and (
+                tolerance is None or all(abs(b - a) <= tolerance * a for a, b in pairs)
+            )
+
+        kind = next((k for k, first in enumerate(firsts) if alike(first)), len(firsts))
+        if kind == len(firsts):
+            firsts.append(rank)
+        kinds.append(kind)
+    return tuple(kinds)
+
+
 def kinds_in_groups(plan: Plan, profile: Profile) -> tuple[int, ...]:
     """Per device of a pipeline group: its kind, the same in every group.
 

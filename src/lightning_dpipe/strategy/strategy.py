@@ -62,6 +62,9 @@ class DiffusionPipeStrategy(RankedStrategy):
         plan: A plan, or the file of one (`dpipe plan`), instead of making one.
         profile: A profile, or the file of one, instead of measuring the model.
         cuts: First layer of every stage but the first, instead of balanced stages.
+        device_kinds: How devices of unequal speed are told apart: by ``"name"``, or by measured
+            ``"time"`` too. Where they differ, `num_stages` are stages on any number of devices, and
+            rows are shared by speed; `cuts`, `plan` and `profile` leave that to the user.
         batch_size: Samples per device, if the loader does not say.
         weights_only: As in ``torch.load``, for checkpoints to resume from: Lightning does not hand
             the Trainer's own argument to strategies that cut the model first.
@@ -78,6 +81,7 @@ class DiffusionPipeStrategy(RankedStrategy):
         plan: Plan | Path | str | None = None,
         profile: Profile | Path | str | None = None,
         cuts: Sequence[int] | None = None,
+        device_kinds: str = "name",
         batch_size: int | None = None,
         weights_only: bool | None = None,
         process_group_backend: str | None = None,
@@ -92,6 +96,7 @@ class DiffusionPipeStrategy(RankedStrategy):
             plan=Path(plan) if isinstance(plan, str) else plan,
             profile=Path(profile) if isinstance(profile, str) else profile,
             cuts=None if cuts is None else tuple(cuts),
+            device_kinds=device_kinds,
         )
         self.logs_global = True  # losses are equal on all ranks: nothing to reduce when logging
         self.recorder: Recorder | None = None
