@@ -38,6 +38,10 @@ from lightning_dpipe.planning.stage_costs import BackboneCosts, Cutting
 from lightning_dpipe.planning.teams import RowCosts, teams_of
 from lightning_dpipe.planning.variants import filler_of, variants_of
 
+LARGE_GROUP = 8
+"""Devices of a group beyond which groups are only looked at if no smaller ones are equal: teams are
+many then, and several equal groups do nearly as well."""
+
 
 def search_mixed(
     profile: Profile,
@@ -113,8 +117,11 @@ def _group_counts(world: Sequence[int], space: Space) -> list[tuple[int, bool]]:
                 f"{', '.join(str(sum(world) // g) for g in choices)} devices"
             )
         return fits
-    small = [(g, False) for g in choices if sum(world) // g <= space.max_group]
-    return small or [(choices[-1], True)]
+    for most in (min(LARGE_GROUP, space.max_group), space.max_group):
+        small = [(g, False) for g in choices if sum(world) // g <= most]
+        if small:
+            return small
+    return [(choices[-1], True)]
 
 
 def _pipelines(

@@ -204,3 +204,22 @@ def test_the_paper_planner_refuses_several_kinds() -> None:
     profile = fleet([fast, slowed(fast, 2.0)], (0, 1))
     with pytest.raises(UnsupportedError, match="has 2 kinds"):
         paper_plan(profile, world_size=2, batch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("counts", "groups"),
+    [((8, 8), {2, 4, 8}), ((2, 6), {1, 2}), ((5, 6), {1}), ((9, 8), {1})],
+)
+def test_groups_are_equal_and_large_only_where_no_smaller_ones_are(counts, groups) -> None:
+    kinds = (0,) * counts[0] + (1,) * counts[1]
+    fast = model_profile([100] * 3)
+    profile = fleet([fast, slowed(fast, 2.0)], kinds)
+    tried: set[int] = set()
+
+    def network(seen: Profile, num_devices: int) -> Profile:
+        tried.add(sum(counts) // num_devices)
+        return seen
+
+    space = Space(network=network, num_microbatches=2, max_plans=1, num_stages=1)
+    search_mixed(profile, world_size=sum(counts), batch_size=8, space=space)
+    assert tried == groups
