@@ -58,7 +58,7 @@ class _Program:
 def exact_end_us(plan: Plan, profile: Profile, *, gap: float = 1e-3) -> float:
     """End of the iteration under the best placement of all frozen work, to a relative `gap`."""
     schedule, program = schedule_of(plan), _Program()
-    work = FrozenCosts.of(profile, samples=plan.batch_size, overhead_us=0)
+    work = FrozenCosts.of(profile, samples=plan.batch_size)
     shape = replace(steady_shape(plan, schedule), encoded=True, next_sizes=None)
     graph = task_graph(plan, schedule, profile, shape)
     end = program.variable()

@@ -62,7 +62,7 @@ def test_filling_is_within_1_percent_of_the_exact_solver(first: int) -> None:
     for seed in range(first, first + 25):
         profile, plan = instance(seed)
         schedule = schedule_of(plan)
-        fills = fill(plan, schedule, profile, fill_overhead_us=0)
+        fills = fill(plan, schedule, profile, move=False)
         ours_us = simulate(replace(plan, fills=fills), schedule, profile).end_us
         exact_us = exact_end_us(plan, profile)
         # The solver stops at a proven gap of 0.1 %.
@@ -76,7 +76,7 @@ def test_the_greedy_of_the_paper_never_beats_ours_by_more_than_the_gap() -> None
     for seed in range(60):
         profile, plan = instance(seed)
         schedule = schedule_of(plan)
-        ours = fill(plan, schedule, profile, fill_overhead_us=0)
+        ours = fill(plan, schedule, profile, move=False)
         paper = paper_fill(plan, schedule, profile, min_bubble_us=0)
         ends = [
             simulate(replace(plan, fills=fills), schedule, profile).end_us
