@@ -263,6 +263,7 @@ def _pipelines(
                 max_stages=stages[-1],
                 frozen_us=frozen_us,
                 hidden=hidden,
+                shared=filler_of(space.fill) == "auto",
             ),
         )
         for conditioned, share in variants_of(costs.profile.graph, space.probability)

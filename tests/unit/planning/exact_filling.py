@@ -1,8 +1,8 @@
 """The best possible filling of a small pipeline, by mixed-integer programming (SciPy's HiGHS).
 
 Free are the number of samples of each frozen layer in each slot between two ops of a device, when
-every op starts and, with `move`, how many of whose samples each device encodes. Exact for layers that cost ``fixed + n * per_sample`` and for links without
-contention (values of no bytes).
+every op starts and, with `move`, how many of whose samples each device encodes. Exact for layers
+that cost ``fixed + n * per_sample`` and for links without contention (values of no bytes).
 """
 
 from collections import defaultdict
@@ -55,9 +55,7 @@ class _Program:
         return float(found.fun)
 
 
-def exact_end_us(
-    plan: Plan, profile: Profile, *, gap: float = 1e-3, move: bool = False
-) -> float:
+def exact_end_us(plan: Plan, profile: Profile, *, gap: float = 1e-3, move: bool = False) -> float:
     """End of the iteration under the best placement of all frozen work, to a relative `gap`."""
     schedule, program = schedule_of(plan), _Program()
     work = FrozenCosts.of(profile, samples=plan.batch_size)

@@ -110,7 +110,7 @@ def uneven(seed: int) -> tuple[Profile, Plan]:
 
 
 @pytest.mark.parametrize("first", range(0, 160, 40))
-def test_filling_with_moves_is_within_4_percent_of_the_exact_solver(first: int) -> None:
+def test_filling_with_moves_is_within_3_percent_of_the_exact_solver(first: int) -> None:
     from exact_filling import exact_end_us
 
     ratios, gains = [], []
@@ -126,5 +126,5 @@ def test_filling_with_moves_is_within_4_percent_of_the_exact_solver(first: int) 
         assert lower_bound_us(plan, profile) <= exact_us + 1, f"seed {seed}: no bound"
         ratios.append(ours_us / exact_us)
         gains.append(still_us / ours_us)
-    assert max(ratios) <= 1.04, f"worst of seeds {first}..: {max(ratios):.4f}"
+    assert max(ratios) <= 1.03, f"worst of seeds {first}..: {max(ratios):.4f}"
     assert sum(gain > 1.02 for gain in gains) >= 10, "hardly any instance gains by moving"
