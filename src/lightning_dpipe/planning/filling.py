@@ -153,6 +153,8 @@ def _best_move(problem: Problem, home: Placement) -> Placement:
             tried.add(runs)
             best = min(best, _quick(problem, runs, target_us), key=lambda x: x.end_us)
     for _ in range(_MOST_NUDGES):
+        if (best.end_us - low) * _WORTH_IT <= best.end_us:
+            break
         found = best
         for runs in nudged(problem, best):
             if runs not in tried:
