@@ -34,13 +34,12 @@ def measure_fill_us(
         clock: By default the device's own.
     """
     clock = clock or clock_for(device)
-    instant = {
-        c.name: [_finished(x, graph, device) for x in binding.layers[c.name]] for c in graph.frozen
-    }
-    runner = FrozenRunner(graph, instant)
     times_us: list[float] = []
     for component in graph.frozen:
         for i, layer in enumerate(component.layers):
+            chain = list(binding.layers[component.name])
+            chain[i] = _finished(chain[i], graph, device)
+            runner = FrozenRunner(graph, {**binding.layers, component.name: chain})
             work = Encode(
                 component=component.name, start=i, stop=i + 1, first=0, last=1, when=When.NEXT
             )
@@ -64,8 +63,8 @@ def _finished(layer: BoundLayer, graph: ModelGraph, device: torch.device) -> Bou
     outputs: list[Tensor | None] = [None] * (1 + max((at for at, _ in layer.writes), default=0))
     for at, value in layer.writes:
         known = graph.values[value]
-        zero = torch.zeros((), dtype=torch_dtype(known.dtype), device=device)
-        outputs[at] = zero.expand(1, *known.shape)  # of no size in memory
+        shape, dtype = (1, *known.shape), torch_dtype(known.dtype)
+        outputs[at] = torch.zeros(shape, dtype=dtype, device=device)
     ready = tuple(outputs)
     return BoundLayer(
         name=layer.name,
