@@ -80,9 +80,9 @@ def _chain(graph, owner: int, first: int, last: int, draw: random.Random):
 
 @pytest.mark.parametrize("block", range(5))
 def test_random_models_with_moved_samples_equal_one_process(block: int) -> None:
-    """125 in all, on up to 8 ranks; bit-identical without replicas."""
+    """105 in all, on up to 8 ranks; bit-identical without replicas."""
     moved = 0
-    for seed in range(25 * block, 25 * block + 25):
+    for seed in range(21 * block, 21 * block + 21):
         draw = random.Random(seed)
         make = partial(random_model, seed)
         graph = trace(make())
@@ -105,7 +105,7 @@ def test_random_models_with_moved_samples_equal_one_process(block: int) -> None:
         moved += any(f.owner is not None for f in fills)
         batches = all_rows(world, rows, 3)
         compare(make, plan, batches, exact=world == num_stages, filled=True, accumulate=3)
-    assert moved >= 15, f"only {moved} of 25 plans move samples"
+    assert moved >= 13, f"only {moved} of 21 plans move samples"
 
 
 def two_stages(num_microbatches: int = 4, batch_size: int = 6, **options) -> tuple[Plan, object]:
