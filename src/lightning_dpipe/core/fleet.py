@@ -39,7 +39,9 @@ def fleet(profiles: Sequence[Profile], kinds: Sequence[int]) -> Profile:
         overhead_us=max(p.overhead_us for p in profiles),
         estimated=any(p.estimated for p in profiles),
         others=tuple(
-            DeviceCosts(device=p.device, costs=p.costs, memory_bytes=p.memory_bytes)
+            DeviceCosts(
+                device=p.device, costs=p.costs, memory_bytes=p.memory_bytes, fill_us=p.fill_us
+            )
             for p in profiles[1:]
         ),
         kinds=tuple(kinds),

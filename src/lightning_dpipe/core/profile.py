@@ -65,16 +65,19 @@ class DeviceCosts:
     device: str
     costs: tuple[ComponentCost, ...]
     memory_bytes: int | None = None
+    fill_us: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
     """All costs of one model on one kind of device, or on several (`core.fleet`).
 
-    `overhead_us` is what an iteration costs beside its ops (loop, logging, loss exchange).
-    `estimated` marks times that were computed (roofline) rather than measured. `kinds[r]` is the
-    kind of global rank r: 0 is this profile's own device, k is ``others[k - 1]``; empty where all
-    ranks are alike. Every cost that a method of this class returns is that of kind 0.
+    `overhead_us` is what an iteration costs beside its ops (loop, logging, loss exchange),
+    `fill_us` what starting one piece of frozen work costs beside its layers (Python, launches,
+    keeping the rows). `estimated` marks times that were computed (roofline) rather than measured.
+    `kinds[r]` is the kind of global rank r: 0 is this profile's own device, k is
+    ``others[k - 1]``; empty where all ranks are alike. Every cost that a method of this class
+    returns is that of kind 0.
     """
 
     graph: ModelGraph
@@ -84,6 +87,7 @@ class Profile:
     device: str
     dtype: str
     overhead_us: int = 0
+    fill_us: int = 0
     memory_bytes: int | None = None
     estimated: bool = False
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -112,7 +116,13 @@ class Profile:
             return (self,)
         alone = replace(self, others=(), kinds=())
         return alone, *(
-            replace(alone, device=x.device, costs=x.costs, memory_bytes=x.memory_bytes)
+            replace(
+                alone,
+                device=x.device,
+                costs=x.costs,
+                memory_bytes=x.memory_bytes,
+                fill_us=x.fill_us,
+            )
             for x in self.others
         )
 

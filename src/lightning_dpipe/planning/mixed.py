@@ -78,8 +78,7 @@ def _configs(profile: Profile, space: Space, batch_size: int) -> Iterator[Config
     kinds = range(1 + len(profile.others))
     world = [profile.kinds.count(kind) for kind in kinds]
     frozen_us = [
-        least_frozen_us(FrozenCosts.of(profile.of_kind(k), samples=batch_size, overhead_us=0))
-        for k in kinds
+        least_frozen_us(FrozenCosts.of(profile.of_kind(k), samples=batch_size)) for k in kinds
     ]
     for num_groups, only_one in _group_counts(world, space):
         counts = tuple(n // num_groups for n in world)

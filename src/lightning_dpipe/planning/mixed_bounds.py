@@ -106,6 +106,7 @@ class MixedBounds(ChainBounds):
             sync=sync,
             step=step,
             recompute=again,
+            total=np.zeros_like(sync),  # frozen work stays where it is: loads say more
         )
         return table, self._terms(table, np.maximum.reduce(loads) + infinite)
 

@@ -44,11 +44,11 @@ def paper_fill(
     Returns:
         Fills sorted by device, each device's in run order.
     """
-    work = FrozenCosts.of(profile, samples=plan.batch_size, overhead_us=0)
+    work = FrozenCosts.of(profile, samples=plan.batch_size)
     shape = replace(steady_shape(plan, schedule), encoded=True, next_sizes=None)
     timeline = simulate(replace(plan, fills=()), schedule, profile, shape=shape)
     chains = [
-        _Chains(FrozenCosts.of(own, samples=plan.batch_size, overhead_us=0))
+        _Chains(FrozenCosts.of(own, samples=plan.batch_size))
         for own in device_profiles(plan, profile)
     ]
     fills: list[list[Fill]] = [[] for _ in chains]

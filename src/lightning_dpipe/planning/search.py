@@ -185,11 +185,24 @@ def explain(plan: Plan, profile: Profile) -> str:
         f"{per_step * 1e6 / max(timeline.end_us, 1):.1f} samples/s",
         f"bubble ratio {timeline.bubble_ratio:.1%} (unfilled {unfilled.bubble_ratio:.1%}), "
         f"fill ratio {timeline.fill_ratio:.1%}, "
-        f"{sum(not f.self_conditioned for f in plan.fills)} fills",
+        f"{sum(not f.self_conditioned for f in plan.fills)} fills, "
+        f"{_num_moved(plan)} of {plan.batch_size * plan.num_devices} samples encoded elsewhere",
     ]
     if profile.estimated:
         lines.append("times are estimated, not measured")
     return "\n".join(lines)
+
+
+def _num_moved(plan: Plan) -> int:
+    """Samples of a group that another device than their own encodes."""
+    return len(
+        {
+            (f.home, i)
+            for f in plan.fills
+            if f.home != f.device and not f.self_conditioned
+            for i in range(f.first, f.last)
+        }
+    )
 
 
 def _stages(
