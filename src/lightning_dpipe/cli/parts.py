@@ -9,23 +9,39 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_dpipe.cli.paths import recipe_names
 from lightning_dpipe.core.errors import DPipeError
+from lightning_dpipe.models.spec import PipelineSpec
 from lightning_dpipe.strategy.module import DiffusionModule
 from lightning_dpipe.strategy.strategy import DiffusionPipeStrategy
 
 
 def build_module(config: DictConfig) -> DiffusionModule:
-    """Instantiate ``config.model``.
+    """Instantiate ``config.model``, to be run.
 
     Raises:
         DPipeError: No model is chosen, or it is no DiffusionModule.
     """
-    module = _build(config, "model")
-    if not isinstance(module, DiffusionModule):
+    module = build_model(config)
+    if isinstance(module, PipelineSpec):
         raise DPipeError(
-            f"model._target_ makes a {type(module).__name__}, which is not a DiffusionModule; "
-            "derive it from lightning_dpipe's DiffusionModule"
+            f"model {config.model._target_} describes layers only; it can be planned for a cluster "
+            "(dpipe plan cluster=...), not run"
         )
     return module
+
+
+def build_model(config: DictConfig) -> DiffusionModule | PipelineSpec:
+    """Instantiate ``config.model``: a module, or for planning the description of one.
+
+    Raises:
+        DPipeError: No model is chosen, or it is neither.
+    """
+    model = _build(config, "model")
+    if not isinstance(model, DiffusionModule | PipelineSpec):
+        raise DPipeError(
+            f"model._target_ makes a {type(model).__name__}, which is not a DiffusionModule; "
+            "derive it from lightning_dpipe's DiffusionModule"
+        )
+    return model
 
 
 def build_data(config: DictConfig) -> Any:
@@ -37,7 +53,7 @@ def build_data(config: DictConfig) -> Any:
     return _build(config, "data")
 
 
-def build_strategy(config: DictConfig) -> Any:
+def build_strategy(config: DictConfig, world_size: int | None = None) -> Any:
     """Instantiate ``config.strategy``, and refuse a world it cannot use before ranks are started.
 
     Raises:
@@ -46,7 +62,8 @@ def build_strategy(config: DictConfig) -> Any:
     """
     strategy = instantiate(config.strategy)
     if isinstance(strategy, DiffusionPipeStrategy):
-        strategy.options.check(num_devices(config) * config.trainer.num_nodes)
+        here = num_devices(config) * config.trainer.num_nodes
+        strategy.options.check(here if world_size is None else world_size)
     return strategy
 
 

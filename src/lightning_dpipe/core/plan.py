@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from lightning_dpipe.core.errors import PlanError
 from lightning_dpipe.core.op import Op
+from lightning_dpipe.core.origin import Origin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,8 @@ class Plan:
 
     `groups[g][d]` is the global rank of device `d` in pipeline group `g`; groups are replicas of
     the whole pipeline. `batch_size` is per device, as under DDP, so a group's micro-batches cut
-    ``batch_size * num_devices`` samples. `fills` is empty when frozen work runs up front.
+    ``batch_size * num_devices`` samples. `fills` is empty when frozen work runs up front. `origin`
+    says what the digests stand for.
     """
 
     graph_digest: str
@@ -57,6 +59,7 @@ class Plan:
     schedule: str
     fills: tuple[Fill, ...] = ()
     version: int = 1
+    origin: Origin | None = None
 
     def __post_init__(self) -> None:
         sizes = {len(group) for group in self.groups}

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from lightning_dpipe.core.errors import UnsupportedError
 from lightning_dpipe.core.jsonio import digest
-from lightning_dpipe.planning.search import explain
+from lightning_dpipe.planning.explain import explain
 from lightning_dpipe.runtime.distributed import DistTransport
 from lightning_dpipe.runtime.reduce import Reducer
 from lightning_dpipe.strategy.assemble import PipelineSession, cut
