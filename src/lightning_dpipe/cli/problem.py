@@ -24,6 +24,7 @@ from lightning_dpipe.core.errors import ClusterError, DPipeError, ProfileError
 from lightning_dpipe.core.graph import ModelGraph
 from lightning_dpipe.core.jsonio import load
 from lightning_dpipe.core.profile import Profile
+from lightning_dpipe.models.liveness import trace
 from lightning_dpipe.models.spec import PipelineSpec
 from lightning_dpipe.planning.auto import Network
 from lightning_dpipe.planning.matching import check_profile_of
@@ -213,7 +214,7 @@ def ready_profile(name: str) -> Profile:
 def _graph(spec: PipelineSpec, profile: Profile) -> ModelGraph:
     """The model's graph in the profile's precision."""
     dtype = _DTYPES.get(profile.dtype, profile.dtype)
-    return count_model(spec, dtype=dtype).graph
+    return trace(spec, autocast=None if dtype == "float32" else getattr(torch, dtype, None))
 
 
 def _options(config: DictConfig, world_size: int) -> PlanOptions:

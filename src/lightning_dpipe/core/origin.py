@@ -45,7 +45,10 @@ def layer_differences(there: Mapping[str, int], here: Mapping[str, int]) -> tupl
 
 
 def _layers(counts: Mapping[str, int], names: list[str]) -> str:
-    return ", ".join(f"{counts[n]} layers in {n}" if n in counts else f"no {n}" for n in names)
+    return ", ".join(
+        f"{counts[n]} layer{'s' * (counts[n] != 1)} in {n}" if n in counts else f"no {n}"
+        for n in names
+    )
 
 
 def head_differences(there: Origin, device: str, dtype: str, versions: Mapping[str, str]) -> str:
