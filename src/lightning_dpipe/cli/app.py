@@ -79,6 +79,8 @@ def _report(error: Exception) -> int:
         error = DPipeError(str(error))
     if isinstance(error, DPipeError | HydraException | OmegaConfBaseException):
         rank = os.environ.get("LOCAL_RANK", "0")
+        if rank != "0" and str(error).startswith("rank 0: "):
+            return 2  # rank 0 says it itself
         where = "dpipe" if rank == "0" else f"dpipe (rank {rank})"
         print(f"{where}: {error}", file=sys.stderr)
         if cause is not None and str(cause) not in str(error):

@@ -55,5 +55,5 @@ def head_differences(there: Origin, device: str, dtype: str, versions: Mapping[s
     """Device, dtype and versions that are not the same, both values each; empty if all are."""
     pairs = [("device", there.device, device), ("dtype", there.dtype, dtype)]
     known = dict(there.versions)
-    pairs += [(n, known.get(n, "absent"), versions.get(n, "absent")) for n in known | versions]
+    pairs += [(n, known.get(n, "absent"), versions.get(n, "absent")) for n in {**known, **versions}]
     return "; ".join(f"{name} {a} there, {b} here" for name, a, b in pairs if a != b)

@@ -84,10 +84,10 @@ def _deliveries(plan: Plan, graph: ModelGraph) -> Iterator[tuple[int, int, int]]
     for target in range(plan.num_devices):
         wanted: dict[int, set[int]] = {}  # value -> positions in the group's batch
         for s in plan.stages_on(target):
-            positions = _positions(plan, plan.stages[s].devices, target)
+            mine = _positions(plan, plan.stages[s].devices, target)
             for value in stage_reads(graph, plan.stages, s):
                 if value in graph.side_inputs:
-                    wanted.setdefault(value, set()).update(positions)
+                    wanted.setdefault(value, set()).update(mine)
         for value, positions in wanted.items():
             owners = Counter(by_rank[position % plan.num_devices] for position in positions)
             for source, rows in owners.items():
@@ -97,7 +97,8 @@ def _deliveries(plan: Plan, graph: ModelGraph) -> Iterator[tuple[int, int, int]]
 
 def _positions(plan: Plan, devices: Sequence[int], device: int) -> list[int]:
     """Positions in the group's batch of the rows that one replica of a stage works on."""
-    found, first = [], 0
+    found: list[int] = []
+    first = 0
     for size in split_sizes(plan.batch_size * plan.num_devices, plan.num_microbatches):
         low, high = _range(devices, device, size)
         found += range(first + low, first + high)

@@ -28,6 +28,7 @@ from lightning_dpipe.core.errors import UnsupportedError
 from lightning_dpipe.core.plan import Plan
 from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.core.timeline import Activity
+from lightning_dpipe.planning.search import Auto
 from lightning_dpipe.runtime.reduce import open_reducer
 from lightning_dpipe.strategy import checkpoint as files
 from lightning_dpipe.strategy.clipping import clip_by_norm, total_norm
@@ -36,7 +37,7 @@ from lightning_dpipe.strategy.installed import Installation
 from lightning_dpipe.strategy.loaders import fills_bubbles, loader_batch_size, wrap_loader
 from lightning_dpipe.strategy.lookahead import Outlooks
 from lightning_dpipe.strategy.module import DiffusionModule
-from lightning_dpipe.strategy.planned import Auto, PlanOptions, Setting
+from lightning_dpipe.strategy.planned import PlanOptions, Setting
 from lightning_dpipe.strategy.ranks import RankedStrategy, move
 from lightning_dpipe.strategy.recorder import Recorder
 from lightning_dpipe.strategy.refusals import (
