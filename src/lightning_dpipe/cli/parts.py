@@ -9,39 +9,23 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_dpipe.cli.paths import recipe_names
 from lightning_dpipe.core.errors import DPipeError
-from lightning_dpipe.models.spec import PipelineSpec
 from lightning_dpipe.strategy.module import DiffusionModule
 from lightning_dpipe.strategy.strategy import DiffusionPipeStrategy
 
 
 def build_module(config: DictConfig) -> DiffusionModule:
-    """Instantiate ``config.model``, to be run.
+    """Instantiate ``config.model``.
 
     Raises:
         DPipeError: No model is chosen, or it is no DiffusionModule.
     """
-    module = build_model(config)
-    if isinstance(module, PipelineSpec):
+    module = _build(config, "model")
+    if not isinstance(module, DiffusionModule):
         raise DPipeError(
-            f"model {config.model._target_} describes layers only; it can be planned for a cluster "
-            "(dpipe plan cluster=...), not run"
-        )
-    return module
-
-
-def build_model(config: DictConfig) -> DiffusionModule | PipelineSpec:
-    """Instantiate ``config.model``: a module, or for planning the description of one.
-
-    Raises:
-        DPipeError: No model is chosen, or it is neither.
-    """
-    model = _build(config, "model")
-    if not isinstance(model, DiffusionModule | PipelineSpec):
-        raise DPipeError(
-            f"model._target_ makes a {type(model).__name__}, which is not a DiffusionModule; "
+            f"model._target_ makes a {type(module).__name__}, which is not a DiffusionModule; "
             "derive it from lightning_dpipe's DiffusionModule"
         )
-    return model
+    return module
 
 
 def build_data(config: DictConfig) -> Any:

@@ -7,6 +7,7 @@ ready profile of the cluster's device is taken; with ``profile=`` alone no model
 In both cases stages and micro-batches that nobody gave are searched for.
 """
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,6 +34,8 @@ from lightning_dpipe.planning.variants import SELF_CONDITIONING
 from lightning_dpipe.profiling.roofline import count_model, roofline_profile
 from lightning_dpipe.strategy.planned import PlanOptions, Setting, sizes_to_measure
 from lightning_dpipe.strategy.strategy import DiffusionPipeStrategy
+
+log = logging.getLogger(__name__)
 
 _DTYPES = {"32-true": "float32", "bf16-mixed": "bfloat16", "16-mixed": "float16"}
 
@@ -164,6 +167,7 @@ def estimate(
             f"trainer.precision={setting.precision} has no estimate; use one of "
             f"{', '.join(_DTYPES)}"
         )
+    log.info("counting the model's work; nothing is computed")
     counted = count_model(spec, dtype=_DTYPES[setting.precision])
     samples = sizes_to_measure(counted.graph, options, setting)
     return roofline_profile(counted, cluster=cluster, samples=samples)
@@ -180,7 +184,7 @@ def _profile(
         assert cluster is not None
         if spec is None:
             raise DPipeError(
-                "nothing chooses the model; give recipe=NAME, model=NAME or profile=FILE"
+                "nothing chooses the model; give recipe=NAME, model._target_= or profile=FILE"
             )
         return estimate(spec, cluster, options, setting)
     profile = ready_profile(str(config.profile))

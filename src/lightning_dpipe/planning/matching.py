@@ -73,6 +73,19 @@ def check_profile_of(profile: Profile, graph: ModelGraph) -> None:
         )
 
 
+def check_batch_of(plan: Plan, batch_size: int) -> None:
+    """Refuse another batch than the plan was made for.
+
+    Raises:
+        PlanError: Both sizes are named.
+    """
+    if batch_size != plan.batch_size:
+        raise PlanError(
+            f"the plan is for {plan.batch_size} samples per device, this run has {batch_size}; "
+            f"plan again, or use batch size {plan.batch_size}"
+        )
+
+
 def check_run(
     plan: Plan, *, device: str, dtype: str, versions: Mapping[str, str], batch_size: int | None
 ) -> None:
@@ -90,11 +103,8 @@ def check_run(
     Raises:
         PlanError: Both values of what differs.
     """
-    if batch_size not in (None, plan.batch_size):
-        raise PlanError(
-            f"the plan is for {plan.batch_size} samples per device, this run has {batch_size}; "
-            f"plan again, or use batch size {plan.batch_size}"
-        )
+    if batch_size is not None:
+        check_batch_of(plan, batch_size)
     origin = plan.origin
     if origin is None or origin.estimated:
         return

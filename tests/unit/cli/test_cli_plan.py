@@ -98,18 +98,6 @@ def test_a_ready_profile_is_planned_for_its_own_cluster_only(
     assert asked["world_size"] == 4
 
 
-def test_a_full_size_model_is_estimated_on_meta(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["model=sd21", "cluster=h100_8", "batch_size=4", "strategy.num_stages=4"]
-    report, printed = planned(capsys, *command, "trainer.precision=bf16-mixed")
-    assert (report["num_stages"], report["dtype"]) == (4, "bfloat16")
-    assert "unet (47 layers)" in printed
-    assert "Given, not chosen: num_stages=4" in printed
-    assert main(["plan", "model=sd21", "data=shapes", "+model.x=1"]) == 2  # no cluster: cannot run
-    capsys.readouterr()
-    assert main(["train", "model=sd21", "data=shapes", "data.size=8"]) == 2
-    assert "describes layers only; it can be planned for a cluster" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_the_model_on_meta_is_the_model(recipe: str) -> None:
     need_text_encoder(recipe)
@@ -133,7 +121,7 @@ def test_the_model_on_meta_is_the_model(recipe: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["cluster=l40_8", "batch_size=2"], "give recipe=NAME, model=NAME or profile=FILE"),
+        (["cluster=l40_8", "batch_size=2"], "give recipe=NAME, model._target_= or p"),
         (["profile=nope", "batch_size=2", "world_size=2"], "ship: controlnet_a100_bf16, sd21_a1"),
         (["profile=sd21_a100_bf16", "batch_size=2"], "needs world_size=N"),
         (["profile=sd21_a100_bf16", "world_size=2"], "give batch_size=N"),
