@@ -1,6 +1,6 @@
 """What filling the bubbles is worth: two real ranks, a real U-Net, a real MiniLM text encoder.
 
-    python -m benchmarks.fill [--quick] [--json] [--emulate D]
+    python -m benchmarks.fill [--quick] [--json] [--emulate D [--scale X] [--rounds N]]
 
 S=2 stages, M in {2, 4} micro-batches, 32 samples per rank, one thread per rank, over gloo. An
 unfilled and a filled iteration (optimizer included) alternate; the figures are medians. Costs are
@@ -243,10 +243,17 @@ def main() -> int:
     """Measure M = 2 and 4."""
     arguments = parser(__doc__)
     arguments.add_argument("--emulate", type=int, metavar="D", help="D emulated devices instead")
+    arguments.add_argument("--scale", type=float, help="with --emulate: stretches all times")
+    arguments.add_argument("--rounds", type=int, help="with --emulate: iterations of each case")
     options = arguments.parse_args()
     report = Report("fill")
     if options.emulate:
-        fill_emulated.run(report, options.emulate, steps=3 if options.quick else 7)
+        fill_emulated.run(
+            report,
+            options.emulate,
+            rounds=options.rounds or (2 if options.quick else 8),
+            scale=options.scale or (1.0 if options.quick else 2.0),
+        )
         return report.finish(as_json=options.json)
     pairs = 10 if options.quick else 60
     for m in (2, 4):
