@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,6 +39,7 @@ from lightning_dpipe.profiling.calibrate import calibrate
 from lightning_dpipe.profiling.links import measure_links
 from lightning_dpipe.profiling.store import default_samples, profile_model
 from lightning_dpipe.runtime.distributed import DistTransport
+from lightning_dpipe.runtime.reduce import open_reducer
 from lightning_dpipe.runtime.trace import Record, StepTrace, merge
 from lightning_dpipe.simulation.render import save_png
 from lightning_dpipe.simulation.simulate import simulate
@@ -78,6 +79,10 @@ class Bench:
         samples = default_samples(
             self.graph, batch_size=ROWS, num_devices=STAGES, num_microbatches=num_microbatches
         )
+        return self.profile_at(samples)
+
+    def profile_at(self, samples: Mapping[str, Sequence[int]]) -> Profile:
+        """As `profile`, at sizes given per component."""
         links = measure_links(self.transport, CPU)
         with tempfile.TemporaryDirectory() as folder:
             profile = profile_model(
@@ -91,6 +96,7 @@ class Bench:
         session = PipelineSession(
             graph=self.graph, binding=self.binding, plan=plan, rank=self.rank,
             transport=self.transport, device=CPU, seed=0,
+            reducer=open_reducer(plan.replica_sets, self.rank, CPU),
         )  # fmt: skip
         return Runner(session, self.batch, filled=bool(plan.fills))
 
@@ -126,17 +132,19 @@ class Runner:
         return merge([x for x in every if x is not None])
 
     def _run(self) -> StepTrace | None:
-        sizes = (ROWS,) * STAGES
+        plan = self.session.plan
+        sizes = (plan.batch_size,) * plan.num_devices
         self.optimizer.zero_grad(set_to_none=True)
         result = self.session.step(
             self.batch,
             sizes=sizes,
             batch_index=self.step,
-            loss_scale=1.0 / sum(sizes),
+            loss_scale=1.0 / (plan.batch_size * plan.world_size),
             next_batch=self.batch if self.filled else None,
             next_sizes=sizes if self.filled else None,
         )
         self.step += 1
+        self.session.wait_reduction()
         start_ns = time.monotonic_ns()
         self.optimizer.step()
         if result.trace is not None:
