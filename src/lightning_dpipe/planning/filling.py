@@ -75,6 +75,7 @@ def fill(
     *,
     self_conditioned: bool = False,
     fill_overhead_us: int = FILL_OVERHEAD_US,
+    partial: bool = True,
 ) -> tuple[Fill, ...]:
     """Place all frozen work of the next batch.
 
@@ -84,6 +85,7 @@ def fill(
         profile: Costs.
         self_conditioned: Marks the fills as those of the schedule with S ops.
         fill_overhead_us: Room a bubble must have beside the time of each fill in it.
+        partial: Whether a layer's batch may be split over bubbles; False is for ablations.
 
     Returns:
         Fills sorted by device, each device's in run order. Empty if there is nothing frozen.
@@ -96,7 +98,7 @@ def fill(
     if not work.layers:
         return ()
     graph = task_graph(plan, schedule, profile, _encoded_shape(plan, schedule))
-    best = _best_placement(graph, work)
+    best = _best_placement(graph, work, partial=partial)
     return tuple(
         replace(fill, self_conditioned=self_conditioned)
         for (device, num_done), pieces in sorted(best.slots.items())
@@ -136,19 +138,24 @@ def _encoded_shape(plan: Plan, schedule: Schedule) -> StepShape:
     return replace(steady_shape(plan, schedule), encoded=True, next_sizes=None)
 
 
-def _best_placement(graph: TaskGraph, work: FrozenCosts) -> Placement:
+def _best_placement(graph: TaskGraph, work: FrozenCosts, *, partial: bool) -> Placement:
     """The first walk that comes near the floor, else the best of all rules and targets."""
-    rule, target_us = Rule(), None
+    every = frozenset(range(graph.num_devices))
+    rule, target_us = Rule(whole=frozenset() if partial else every), None
     best = first = _place(graph, work, rule, None)
     low = _floor_us(graph, work)
     for tried, share in _tries(graph, work):
         if (best.end_us - low) * _WORTH_IT <= best.end_us:
             break
         target = low + int((first.end_us - low) * share)
+        if not partial:
+            tried = replace(tried, whole=every)
         found = _place(graph, work, tried, target)
         least_gain_us = first.end_us // _WORTH_IT if target_us is None else 0
         if found.end_us < best.end_us - least_gain_us:
             best, rule, target_us = found, tried, target
+    if not partial:
+        return best
     return _without_partials(graph, work, best, rule, target_us)
 
 

@@ -57,7 +57,7 @@ def make_plan(
             or searched for with ``num_stages="auto"``. "auto": searched for.
         schedule: A key of `planning.schedules.SCHEDULES`.
         fill: Whether frozen work runs ahead in bubbles, rather than up front; "paper" places it as
-            DiffusionPipe does.
+            DiffusionPipe does, "whole" as by default but without splitting a layer's batch.
         cuts: First layer of every stage but the first; by default the fastest slowest stage.
         probability: Share of self-conditioned steps, if the model has them.
         progress: Called during a search, see `auto.Progress`.
