@@ -118,9 +118,9 @@ class DiffusionPipeStrategy(RankedStrategy):
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank computes the loss."""
+        """Whether this rank computes a backbone's loss."""
         _, device = self.plan.locate(self.global_rank)
-        return len(self.plan.stages) - 1 in self.plan.stages_on(device)
+        return any(chain[-1] in self.plan.stages_on(device) for chain in self.plan.chains)
 
     @property
     def replica_group(self) -> Any:
