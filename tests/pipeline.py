@@ -186,7 +186,7 @@ def _rows(fields: Mapping[str, Tensor]) -> int:
 
 
 def gather_gradients(plan: Plan, outcomes: Sequence[RankOutcome]) -> dict[str, Tensor | None]:
-    """Gradient of every trained weight by backbone and layer, from the ranks of group 0 that hold it."""
+    """Gradient of every trained weight by backbone and layer, from group 0's ranks."""
     found: dict[str, Tensor | None] = {}
     for device, rank in enumerate(plan.groups[0]):
         for index in plan.stages_on(device):

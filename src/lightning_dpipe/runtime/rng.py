@@ -19,9 +19,8 @@ def fold(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
-_GENERATOR = (
-    threading.RLock()
-)  # torch's generator is the process's: ranks that are threads share it
+# Torch's generator is the process's own, and ranks may be threads of one process.
+_GENERATOR = threading.RLock()
 
 
 @contextmanager

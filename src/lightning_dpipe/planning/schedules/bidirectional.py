@@ -6,14 +6,13 @@ Out:    one order of ops per device. Each chain keeps the named schedule's own o
 Source: DiffusionPipe (arXiv 2405.01248), section 4.3; two directions as in Chimera (2107.06925).
         Ours differs: any number of chains of any lengths, so the order is found, not tabulated.
 
-One chain's bubbles (late on its first stages' way up, early on its last) are filled by the other
-one's ops. The order is a linear extension of the chains' dependencies, so it cannot deadlock.
+Where one chain waits for its first inputs or gradients the other one, coming from the other side,
+works. The order is a linear extension of all chains' dependencies, so it cannot deadlock.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_dpipe.core.errors import ScheduleError
 from lightning_dpipe.core.op import Op, OpKind
 from lightning_dpipe.core.schedule import Schedule
 from lightning_dpipe.planning.schedules import build_schedule
@@ -38,8 +37,9 @@ def bidirectional(
     """Interleave chains on shared devices: event-list scheduling, one op after the other.
 
     Of the ops that come next on their stages and whose inputs exist, the one that can start
-    earliest is placed; a backward before a forward (it frees activations), then the lowest
-    micro-batch, then the lowest stage.
+    earliest is placed. Ties are broken once for a backward before a forward (it frees activations),
+    then the lowest micro-batch, and once for the longest way to the end of its chain; the shorter
+    of the two results is taken.
 
     Args:
         name: A key of `SCHEDULES`: each stage's own order.
@@ -48,20 +48,29 @@ def bidirectional(
         num_microbatches: Parts of the group's batch, the same for all chains.
 
     Raises:
-        ScheduleError: The schedule is unknown, or a chain has no stage.
+        ScheduleError: The schedule is unknown.
     """
-    line = _Line(name, chains, num_devices, num_microbatches)
-    while line.place():
-        pass
-    return Schedule(tuple(map(tuple, line.orders)))
+    first = _Line(name, chains, num_devices, num_microbatches, {})
+    second = _Line(name, chains, num_devices, num_microbatches, first.tails())
+    best = min((first, second), key=lambda line: max(line.free))
+    return Schedule(tuple(map(tuple, best.orders)))
 
 
 class _Line:
-    """The simulation: what is left of each stage's order, and when devices and inputs are there."""
+    """One simulation: what is left of each stage's order, and when devices and inputs are there.
+
+    Of ops that can start at once the one with the larger `urgency` goes first.
+    """
 
     def __init__(
-        self, name: str, chains: Sequence[Chain], num_devices: int, num_microbatches: int
+        self,
+        name: str,
+        chains: Sequence[Chain],
+        num_devices: int,
+        num_microbatches: int,
+        urgency: Mapping[Op, int],
     ) -> None:
+        self.urgency = urgency
         self.orders: list[list[Op]] = [[] for _ in range(num_devices)]
         self.free = [0] * num_devices
         self.ends: dict[Op, int] = {}
@@ -84,31 +93,40 @@ class _Line:
                 self.devices[stage] = chain.devices[i]
                 self.lengths[stage] = chain.lengths[i] if chain.lengths else UNIT
                 self.neighbours[stage] = (before[i], after[i], feeds_back)
+        for _ in range(sum(map(len, self.left.values()))):
+            self._place()
 
-    def place(self) -> bool:
-        """Place one more op; False when all are."""
+    def _place(self) -> None:
+        """Place one more op."""
         found = [
-            (start, op.kind is not OpKind.B, op.microbatch, stage)
+            (start, -self.urgency.get(op, 0), op.kind is not OpKind.B, op.microbatch, stage)
             for stage, ops in self.left.items()
             for op in ops[-1:]
             if (start := self._start(op)) is not None
         ]
-        if not found:
-            stuck = [str(ops[-1]) for ops in self.left.values() if ops]
-            if stuck:
-                raise ScheduleError(
-                    f"ops {', '.join(stuck)} wait for each other; every chain's own schedule must "
-                    "be legal"
-                )
-            return False
-        start, _, _, stage = min(found)
+        *_, stage = min(found)
         op = self.left[stage].pop()
-        end = start + self.lengths[stage][op.kind is OpKind.B]
-        self.ends[op] = end
+        start = self._start(op)
+        assert start is not None
+        self.ends[op] = end = start + self._length(op)
         for device in self.devices[stage]:
             self.free[device] = end
             self.orders[device].append(op)
-        return True
+
+    def tails(self) -> dict[Op, int]:
+        """Longest way from each op's start to the end of its chain, on devices of its own."""
+        found: dict[Op, int] = {}
+        after: dict[Op, int] = {}  # of what waits for the op
+        following: dict[int, int] = {}  # of what comes next on the stage
+        for op in reversed(self.ends):  # ops were placed producers first
+            rest = max(after.get(op, 0), following.get(op.stage, 0))
+            found[op] = following[op.stage] = rest + self._length(op)
+            for need in self._needs(op):
+                after[need] = max(after.get(need, 0), found[op])
+        return found
+
+    def _length(self, op: Op) -> int:
+        return self.lengths[op.stage][op.kind is OpKind.B]
 
     def _start(self, op: Op) -> int | None:
         """When an op can start; None while an input has no end yet."""
