@@ -72,6 +72,16 @@ def test_a_backbone_with_fewer_stages_leaves_devices_to_the_other() -> None:
     compare(make, plan, all_rows(4, 3, 2), exact=True, filled=True)
 
 
+def test_all_stages_of_both_on_one_device_are_buckets_of_data_parallelism() -> None:
+    make = partial(cascade, (2, 2), feedback=0)
+    plan = opposite_plan(trace(make()), ((3,), (4,)), num_microbatches=3, batch_size=4)
+    stages = tuple(replace(stage, devices=(0,)) for stage in plan.stages)
+    plan = replace(plan, stages=stages, groups=((1,), (0,)))
+    compare(
+        make, plan, all_rows(2, 4, 2), exact=False, filled=True, coins=(True, True), accumulate=2
+    )
+
+
 def test_a_short_last_batch_trains_both() -> None:
     make = partial(cascade, (2, 2))
     plan = opposite_plan(trace(make()), ((3,), (4,)), num_microbatches=4, batch_size=4)
