@@ -113,8 +113,8 @@ def test_a_replica_beside_a_stage_on_other_devices_is_refused_by_name() -> None:
 def opposite(num_microbatches: int, groups: int = 1):
     graph = trace(cascade((3, 2)))
     plan = opposite_plan(
-        graph, ((3, 5, 7), (2, 4, 6)), num_microbatches=num_microbatches, batch_size=num_microbatches,
-        groups=groups,
+        graph, ((3, 5, 7), (2, 4, 6)), num_microbatches=num_microbatches,
+        batch_size=num_microbatches, groups=groups,
     )  # fmt: skip
     programs = lower(plan, schedule_of(plan), graph, StepShape(sizes=(num_microbatches,) * 4))
     check_programs(programs)
