@@ -26,8 +26,10 @@ class Stage:
 class Fill:
     """After op `after` on `device`, run layers ``[start, stop)`` of `component` for the next batch.
 
-    Samples ``[first, last)`` are positions in the rank's own local batch. `after` None means
-    before the device's first op. `self_conditioned` says which of the two schedules it belongs to.
+    Samples ``[first, last)`` are positions in the local batch of device `owner` of the same group
+    (None: of the device itself). Whoever runs the first layer on a sample runs all of them: what
+    travels is the owner's batch fields and what is encoded from them. `after` None means before the
+    device's first op. `self_conditioned` says which of the two schedules it belongs to.
     """
 
     device: int
@@ -38,6 +40,12 @@ class Fill:
     first: int
     last: int
     self_conditioned: bool = False
+    owner: int | None = None
+
+    @property
+    def home(self) -> int:
+        """The device whose local batch the samples are from."""
+        return self.device if self.owner is None else self.owner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

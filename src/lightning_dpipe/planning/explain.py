@@ -68,8 +68,7 @@ def stage_table(plan: Plan, profile: Profile) -> str:
             f"{profile.backward_us(*span, samples) / 1e3:>9.2f} ms"
             f"{sum(c.param_bytes for c in costs) / 1e6:>10.2f} MB"
             f"  {', '.join(map(str, s.devices)):<9}"
-            f"  {owner}{names[s.start]} .. {names[s.stop - 1]}"
-            + (" recompute" if s.recompute else "")
+            f"  {owner}{names[s.start]} .. {names[s.stop - 1]}{suffix}"
         )
     return "\n".join(lines)
 
