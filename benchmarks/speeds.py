@@ -10,9 +10,8 @@ All times are stretched, so that what the host needs is small beside them.
 * "equal batches" is DDP: each device has its own samples, all wait for the slow one, which runs
   alone, undisturbed, on its best plan. "equal shares" is the same with both in one group.
 * "shares" is one stage on both devices, rows and encoders by speed; "planned" is the search's plan.
-Baseline is the faster of the first two; figures are medians, of the worse model. Optimizer and
-gradient sums are not part of an emulated iteration: they are equal for all with one stage, and
-"planned" has no sums at all where it is a pipeline.
+Baseline is the faster of the first two, the first without gradient sums; figures are medians, of
+the worse model.
 """
 
 import statistics
@@ -20,12 +19,12 @@ import sys
 from dataclasses import replace
 
 from benchmarks.common import Report, parser, show
-from benchmarks.emulation import emulate
-from benchmarks.fill_emulated import MODELS, PROFILES, ROWS, without_optimizer
+from benchmarks.emulation import Case, emulate
+from benchmarks.fill_emulated import MODELS, PROFILES, ROWS
 from lightning_dpipe.core.fleet import fleet
 from lightning_dpipe.core.jsonio import load
 from lightning_dpipe.core.plan import Plan
-from lightning_dpipe.core.profile import ComponentCost, LayerCost, Link, Profile
+from lightning_dpipe.core.profile import ComponentCost, LayerCost, Profile
 from lightning_dpipe.planning.schedules.of_plan import schedule_of
 from lightning_dpipe.planning.search import make_plan
 from lightning_dpipe.planning.variants import with_fills
@@ -33,7 +32,6 @@ from lightning_dpipe.simulation.simulate import simulate
 
 SLOW, FAST = 0, 1
 SLOWDOWN, STRETCH = 2, 2
-NO_SUMS = Link(latency_us=0, bytes_per_s=10**18)
 
 
 def slowed(profile: Profile, factor: int) -> Profile:
@@ -72,20 +70,19 @@ def plans(profile: Profile) -> dict[str, tuple[Profile, Plan]]:
     }  # fmt: skip
 
 
-def run(report: Report, steps: int) -> None:
+def run(report: Report, rounds: int) -> None:
     """Fill the report's rows and figures."""
     ratios: dict[str, list[float]] = {"planned": [], "shares": []}
     errors = []
     for model in MODELS:
-        fast = without_optimizer(load(Profile, PROFILES / f"{model}_a100_bf16.json"))
-        fast = slowed(fast, STRETCH)
+        fast = load(Profile, PROFILES / f"{model}_a100_bf16.json")
         took: dict[str, float] = {}
         for name, (profile, plan) in plans(fleet([slowed(fast, SLOWDOWN), fast], (0, 1))).items():
             show(f"{model}, {name} ...")
-            emulated = replace(profile, allreduce=NO_SUMS)
-            said = simulate(plan, schedule_of(plan), emulated)
-            timelines = emulate(emulated, plan, steps=steps)
-            took[name] = statistics.median(t.end_us for t in timelines)
+            said = simulate(plan, schedule_of(plan), profile)
+            found = emulate(profile, {name: Case(plan=plan)}, rounds=rounds, scale=STRETCH)
+            timelines = found[name]
+            took[name] = statistics.median(t.end_us for t in timelines) / STRETCH
             errors.append(abs(said.end_us - took[name]) / took[name])
             report.rows.append(
                 {"model": model, "iteration": name, "measured_ms": took[name] / 1e3,
@@ -98,8 +95,8 @@ def run(report: Report, steps: int) -> None:
                  )}
             )  # fmt: skip
         baseline = min(took["equal batches"], took["equal shares"])
-        for name, found in ratios.items():
-            found.append(baseline / took[name])
+        for name, values in ratios.items():
+            values.append(baseline / took[name])
     report.figures = {
         "over_equal_ddp": min(ratios["planned"]),
         "shares_over_equal_ddp": min(ratios["shares"]),
@@ -113,7 +110,7 @@ def main() -> int:
     """Measure every plan of both models."""
     options = parser(__doc__).parse_args()
     report = Report("speeds")
-    run(report, steps=3 if options.quick else 7)
+    run(report, rounds=3 if options.quick else 7)
     return report.finish(as_json=options.json)
 
 

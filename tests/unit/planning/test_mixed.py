@@ -12,11 +12,12 @@ from lightning_dpipe.core.errors import PlanError, UnsupportedError
 from lightning_dpipe.core.fleet import fleet
 from lightning_dpipe.core.profile import Link, Profile
 from lightning_dpipe.planning.auto import Found, Space, search
+from lightning_dpipe.planning.explain import explain
 from lightning_dpipe.planning.filling import lower_bound_us
 from lightning_dpipe.planning.mixed import search_mixed
 from lightning_dpipe.planning.paper import paper_plan
 from lightning_dpipe.planning.schedules.of_plan import schedule_of
-from lightning_dpipe.planning.search import explain, make_plan
+from lightning_dpipe.planning.search import make_plan
 from lightning_dpipe.planning.variants import expected_us, with_fills
 from lightning_dpipe.simulation.memory import peak_bytes
 from synthetic import FrozenChain, model_profile
