@@ -59,13 +59,20 @@ def compare(
 ) -> tuple[Alternative, ...]:
     """The plan, then everything it is measured against.
 
+    Baselines take devices to be alike: of several kinds, all of them wait for the slowest.
+
     Args:
         plan: The plan.
         profile: What it was made of, before `network` changed its links.
         network: See `auto.Space`.
         probability: Share of self-conditioned steps, if the model has them.
     """
-    return tuple(_Judge(plan, profile, network, probability).all())
+    if not profile.kinds:
+        return tuple(_Judge(plan, profile, network, probability).all())
+    ours = tuple(_Judge(plan, profile, network, probability).ours())
+    kinds = map(profile.of_kind, range(1 + len(profile.others)))
+    slowest = max(kinds, key=lambda kind: least_work_us(kind, plan.batch_size))
+    return ours + tuple(_Judge(plan, slowest, network, probability).others())
 
 
 def least_work_us(
@@ -74,7 +81,16 @@ def least_work_us(
     """Least time of a device's share of the batch: each layer at the size with the best rate.
 
     Frozen layers see a local batch at most, trained ones that of a pipeline of `num_devices`.
+    Devices of several kinds have shares with which all end together: the harmonic mean of theirs.
     """
+    if profile.kinds:
+        alone = (
+            least_work_us(
+                profile.on(r), batch_size, num_devices=num_devices, probability=probability
+            )
+            for r in range(len(profile.kinds))
+        )
+        return len(profile.kinds) / sum(1 / max(us, 1e-9) for us in alone)
     cost = profile.component(only_backbone(profile))
     work = FrozenCosts.of(profile, samples=batch_size)
     conditioned = sum(share for on, share in variants_of(profile.graph, probability) if on)
@@ -124,10 +140,16 @@ class _Judge:
         self.world_size, self.batch_size = plan.world_size, plan.batch_size
 
     def all(self) -> Iterator[Alternative]:
+        yield from self.ours()
+        yield from self.others()
+
+    def ours(self) -> Iterator[Alternative]:
         plan = self.plan
         yield self._planned("plan", "this plan", plan)
         if plan.fills:
             yield self._planned("plan_unfilled", "this plan, unfilled", replace(plan, fills=()))
+
+    def others(self) -> Iterator[Alternative]:
         for name, label, fill in (
             ("pipeline_unfilled", "1F1B, unfilled", False),
             ("paper", "DiffusionPipe's planner", True),

@@ -12,6 +12,7 @@ from lightning_dpipe.core.errors import PlanError, UnsupportedError
 from lightning_dpipe.core.fleet import fleet
 from lightning_dpipe.core.profile import Link, Profile
 from lightning_dpipe.planning.auto import Found, Space, search
+from lightning_dpipe.planning.baselines import compare, least_work_us
 from lightning_dpipe.planning.explain import explain
 from lightning_dpipe.planning.filling import lower_bound_us
 from lightning_dpipe.planning.mixed import search_mixed
@@ -224,3 +225,21 @@ def test_groups_are_equal_and_large_only_where_no_smaller_ones_are(counts, group
     space = Space(network=network, num_microbatches=2, max_plans=1, num_stages=1)
     search_mixed(profile, world_size=sum(counts), batch_size=8, space=space)
     assert tried == groups
+
+
+def test_baselines_for_alike_devices_wait_for_the_slowest_kind() -> None:
+    fast = model_profile([100] * 6, frozen=(FrozenChain(name="vae", forward_us=(40,)),))
+    slow = slowed(fast, 2.0)
+    profile = fleet([fast, slow], (0, 1))
+    plan = make_plan(profile, world_size=2, batch_size=16, num_stages="auto")
+    found = {a.name: a for a in compare(plan, profile)}
+    alike = make_plan(slow, world_size=2, batch_size=16, num_stages="auto")
+    wanted = {a.name: a for a in compare(alike, slow)}
+    assert found["plan"].iteration_us == expected_us(plan, profile)
+    assert found["ddp"] == wanted["ddp"]
+    assert found["paper"] == wanted["paper"]
+    assert found["ddp"].iteration_us > 1.4 * found["plan"].iteration_us
+    least_us = least_work_us(profile, 16, num_devices=2)
+    one, two = (least_work_us(p, 16, num_devices=2) for p in (fast, slow))
+    assert least_us == pytest.approx(2 / (1 / one + 1 / two))
+    assert 0.95 < least_us / found["plan"].iteration_us <= 1.0
