@@ -8,7 +8,9 @@ links' bandwidth with it, so that gigabytes need not be moved. Backward sleeps r
 Each device corrects its sleeps by what the last ones overslept, so that errors do not add up.
 """
 
+import itertools
 import random
+import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -167,6 +169,31 @@ def emulate(
         coins: Self-conditioning of each step, if the model has it.
         seed: Of the jitter.
     """
+    found = emulated_traces(profile, plan, steps=steps, jitter=jitter, coins=coins, seed=seed)
+    return [merge(traces) for traces in found]
+
+
+def period_us(profile: Profile, plan: Plan, *, steps: int) -> float:
+    """Median time from the end of an iteration to the end of the next one.
+
+    No barrier holds the devices between iterations: where they end at different times, the first
+    to end begins the next iteration early, and a merged timeline is longer than the period.
+    """
+    found = emulated_traces(profile, plan, steps=steps)
+    ends = [max(trace.end_ns for trace in traces) for traces in found]
+    return statistics.median((b - a) / 1e3 for a, b in itertools.pairwise(ends))
+
+
+def emulated_traces(
+    profile: Profile,
+    plan: Plan,
+    *,
+    steps: int,
+    jitter: float = 0.0,
+    coins: Sequence[bool] = (),
+    seed: int = 0,
+) -> list[list[StepTrace]]:
+    """What each device recorded of each steady iteration; see `emulate`."""
     graph = scaled(profile.graph)
     plan = replace(plan, graph_digest=digest(graph), groups=plan.groups[:1])
     link = Delay(
@@ -187,7 +214,7 @@ def emulate(
         return _steps(session, graph, plan, steps, coins)
 
     traces = run_threads(body, plan.num_devices, hub=hub, timeout_s=600.0)
-    return [merge([t[i] for t in traces]) for i in range(1, steps + 1)]
+    return [[t[i] for t in traces] for i in range(1, steps + 1)]
 
 
 def _steps(
