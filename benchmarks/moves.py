@@ -2,9 +2,8 @@
 
 SD 2.1 and ControlNet at 512 px, from the estimated A100 profiles in conf/profiles, in two stages of
 which the first has about three fifths or two fifths of the work, as memory or a slower device may
-ask for. Each plan is filled with every sample at home, and with samples moved. Compared are the
-measured times between ends of iterations with what the simulator says. Optimizer and gradient sums
-are not part of an emulated iteration.
+ask for. Each plan is filled with every sample at home, and with samples moved; the two run in turn
+and are compared with what the simulator says.
 """
 
 import statistics
@@ -12,8 +11,8 @@ import sys
 from dataclasses import replace
 
 from benchmarks.common import Report, parser, show
-from benchmarks.emulation import period_us
-from benchmarks.fill_emulated import MODELS, PROFILES, without_optimizer
+from benchmarks.emulation import Case, emulate
+from benchmarks.fill_emulated import MODELS, PROFILES
 from lightning_dpipe.core.jsonio import load
 from lightning_dpipe.core.plan import Plan
 from lightning_dpipe.core.profile import Profile
@@ -35,27 +34,31 @@ def uneven(profile: Profile, share: float) -> Plan:
     )
 
 
-def run(report: Report, steps: int) -> None:
+def run(report: Report, rounds: int) -> None:
     """Fill the report's rows and figures."""
     speedups, errors = [], []
     for model in MODELS:
-        profile = without_optimizer(load(Profile, PROFILES / f"{model}_a100_bf16.json"))
+        profile = load(Profile, PROFILES / f"{model}_a100_bf16.json")
         for share in (0.4, 0.6):
+            show(f"{model}, {share:.0%} of the work in stage 0 ...")
             plan = uneven(profile, share)
-            took: dict[bool, float] = {}
-            for move in (False, True):
-                show(f"{model}, {share:.0%} in stage 0, {'moved' if move else 'at home'} ...")
-                schedule = schedule_of(plan)
-                filled = replace(plan, fills=fill(plan, schedule, profile, move=move))
+            schedule = schedule_of(plan)
+            plans = {
+                name: replace(plan, fills=fill(plan, schedule, profile, move=name == "moved"))
+                for name in ("at home", "moved")
+            }
+            cases = {name: Case(plan=filled) for name, filled in plans.items()}
+            found = emulate(profile, cases, rounds=rounds)
+            took = {n: statistics.median(t.end_us for t in x) for n, x in found.items()}
+            for name, filled in plans.items():
                 said_us = simulate(filled, schedule, profile).end_us
-                took[move] = period_us(profile, filled, steps=steps)
-                errors.append(abs(said_us - took[move]) / took[move])
+                errors.append(abs(said_us - took[name]) / took[name])
                 report.rows.append(
-                    {"model": model, "stage_0": share, "moved": move,
-                     "measured_ms": took[move] / 1e3, "predicted_ms": said_us / 1e3,
+                    {"model": model, "stage_0": share, "samples": name,
+                     "measured_ms": took[name] / 1e3, "predicted_ms": said_us / 1e3,
                      "error": errors[-1]}
                 )  # fmt: skip
-            speedups.append(took[False] / took[True])
+            speedups.append(took["at home"] / took["moved"])
     report.figures = {
         "speedup_least": min(speedups),
         "speedup_median": statistics.median(speedups),
@@ -69,7 +72,7 @@ def main() -> int:
     """Command line."""
     options = parser(__doc__).parse_args()
     report = Report(bench="moves")
-    run(report, steps=4 if options.quick else 8)
+    run(report, rounds=3 if options.quick else 9)
     return report.finish(as_json=options.json)
 
 

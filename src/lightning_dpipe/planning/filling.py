@@ -51,6 +51,7 @@ def fill(
     profile: Profile,
     *,
     self_conditioned: bool = False,
+    partial: bool = True,
     move: bool = True,
 ) -> tuple[Fill, ...]:
     """Place all frozen work of the next batch.
@@ -60,6 +61,8 @@ def fill(
         schedule: Order of ops per device, of the variant that `self_conditioned` names.
         profile: Costs.
         self_conditioned: Marks the fills as those of the schedule with S ops.
+        partial: Whether a layer's batch may be split over bubbles; False is for ablations, and
+            moves no samples.
         move: Whether a device may encode samples of another one of its group.
 
     Returns:
@@ -79,8 +82,8 @@ def fill(
             plan=plan, profile=profile, sizes=(plan.batch_size,) * plan.num_devices
         ),
     )
-    best = _best_placement(problem, problem.at_home)
-    if move and plan.num_devices > 1:
+    best = _best_placement(problem, problem.at_home, partial=partial)
+    if move and partial and plan.num_devices > 1:
         best = _best_move(problem, best)
     return tuple(
         replace(fill, self_conditioned=self_conditioned)
@@ -123,19 +126,24 @@ def _encoded_shape(plan: Plan, schedule: Schedule) -> StepShape:
     return replace(steady_shape(plan, schedule), encoded=True, next_sizes=None)
 
 
-def _best_placement(problem: Problem, runs: tuple[Run, ...]) -> Placement:
+def _best_placement(problem: Problem, runs: tuple[Run, ...], *, partial: bool) -> Placement:
     """The first walk that comes near the floor, else the best of all rules and targets."""
-    rule, target_us = Rule(), None
+    every = frozenset(range(problem.graph.num_devices))
+    rule, target_us = Rule(whole=frozenset() if partial else every), None
     best = first = place(problem, runs, rule)
     low = _floor_us(problem, runs)
     for tried, share in _tries(problem):
         if (best.end_us - low) * _WORTH_IT <= best.end_us:
             break
         target = low + int((first.end_us - low) * share)
+        if not partial:
+            tried = replace(tried, whole=every)
         found = place(problem, runs, tried, target)
         least_gain_us = first.end_us // _WORTH_IT if target_us is None else 0
         if found.end_us < best.end_us - least_gain_us:
             best, rule, target_us = found, tried, target
+    if not partial:
+        return best
     return _without_partials(problem, best, rule, target_us)
 
 
@@ -167,7 +175,7 @@ def _best_move(problem: Problem, home: Placement) -> Placement:
         best = found
     if best.runs == home.runs:
         return home
-    best = min(best, _best_placement(problem, best.runs), key=lambda x: x.end_us)
+    best = min(best, _best_placement(problem, best.runs, partial=True), key=lambda x: x.end_us)
     return best if best.end_us < home.end_us - home.end_us // _WORTH_IT else home
 
 

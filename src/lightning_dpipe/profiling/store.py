@@ -128,6 +128,28 @@ def default_samples(
     }
 
 
+def covering_samples(
+    graph: ModelGraph, *, batch_size: int, fewest_rows: int, most_rows: int
+) -> dict[str, tuple[int, ...]]:
+    """Sizes that enclose every row count a search may ask for, each at most twice the one before.
+
+    Costs are close to linear between neighbours; beyond the ends nothing is guessed.
+    """
+    rows = {fewest_rows, most_rows, min(max(batch_size, fewest_rows), most_rows)}
+    power = 1
+    while power < most_rows:
+        if power > fewest_rows:
+            rows.add(power)
+        power *= 2
+    if len(rows) == 1:  # a second size tells fixed from proportional cost
+        rows.add(-(-most_rows // 2))
+    frozen = sorted({-(-batch_size // n) for n in (1, 2, 4, 8)})
+    return {
+        c.name: tuple(frozen if c.kind is ComponentKind.FROZEN else sorted(rows))
+        for c in graph.components
+    }
+
+
 def default_cache_dir() -> Path:
     """Where profiles are kept unless told otherwise."""
     root = os.environ.get("XDG_CACHE_HOME")

@@ -238,6 +238,40 @@ def test_ops_with_slack_may_wait_when_that_ends_the_iteration_earlier() -> None:
     ]
 
 
+@settings(deadline=None, max_examples=30)
+@given(profile=profiles(), num_stages=st.integers(1, 4), num_microbatches=st.integers(1, 6))
+def test_without_partial_batches_every_layer_runs_once_on_the_whole_local_batch(
+    profile: Profile, num_stages: int, num_microbatches: int
+) -> None:
+    plan = make_plan(
+        profile,
+        world_size=num_stages,
+        batch_size=8,
+        num_microbatches=num_microbatches,
+        fill="whole",
+    )
+    assert {(f.first, f.last) for f in plan.fills} == {(0, 8)}
+    for variant in (False, True):
+        check_fills(plan, profile, self_conditioned=variant)
+        unfilled_us = end_us(replace(plan, fills=()), profile, self_conditioned=variant)
+        assert end_us(plan, profile, self_conditioned=variant) <= unfilled_us
+
+
+def test_a_layer_longer_than_every_bubble_needs_partial_batches() -> None:
+    # Device 1 idles 30 ms before its first F and ends its last B at 210 ms; the layer takes 160 ms,
+    # 40 ms a sample. Two samples in front leave no idle time: 2 (F + B) + 160.
+    profile = model_profile(
+        [7500, 7500], frozen=(FrozenChain(name="text", forward_us=(40_000,)),), width=0
+    )
+    ends_us = [
+        end_us(
+            make_plan(profile, world_size=2, batch_size=4, num_microbatches=2, fill=fill), profile
+        )
+        for fill in ("whole", "auto")
+    ]
+    assert ends_us == [210_000 + 160_000, 2 * 90_000 + 160_000]
+
+
 def test_where_starting_a_fill_is_dear_there_are_fewer_and_the_simulator_charges_each() -> None:
     frozen = (FrozenChain(name="text", forward_us=(300, 200, 250, 150)),)
     cheap = model_profile([400] * 4, frozen=frozen, width=0)
