@@ -84,8 +84,8 @@ def joint(by_rank: Mapping[int, Values]) -> Values:
 
 
 def _slices(plan: Plan, graph: ModelGraph, device: int, self_conditioned: bool) -> Sequence[Fill]:
-    """How a device encodes a batch ahead: as the plan says, or all of it at once."""
-    own = [f for f in plan.fills if f.device == device and f.self_conditioned == self_conditioned]
+    """How a device's batch is encoded ahead: as the plan says, or all of it at once."""
+    own = [f for f in plan.fills if f.home == device and f.self_conditioned == self_conditioned]
     return own or [
         Fill(
             device=device,
