@@ -158,7 +158,7 @@ def main() -> int:
     """Try all plans."""
     options = parser(__doc__).parse_args()
     report = Report("auto")
-    microbatches, rounds = (QUICK_MICROBATCHES, 4) if options.quick else (MICROBATCHES, 20)
+    microbatches, rounds = (QUICK_MICROBATCHES, 4) if options.quick else (MICROBATCHES, 16)
     add(report, run_ranks(measure, STAGES, microbatches, rounds, timeout_s=1800)[0])
     return report.finish(as_json=options.json)
 
