@@ -159,7 +159,7 @@ def conditioned_share(profile: Profile) -> float:
 def least_work_us(profile: Profile, batch_size: int) -> float:
     """Least time of a device's share of the batch: each layer at the size with the best rate."""
     cost = profile.component(profile.graph.backbones[0].name)
-    frozen_us = least_frozen_us(FrozenCosts.of(profile, samples=batch_size, overhead_us=0))
+    frozen_us = least_frozen_us(FrozenCosts.of(profile, samples=batch_size))
     forward = 1 + conditioned_share(profile)
     trained_us = sum(
         min(
