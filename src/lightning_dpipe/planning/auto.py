@@ -223,7 +223,7 @@ def _configs(
 ) -> Iterator[_Config]:
     """Every combination of devices, micro-batches, stages and schedule that the space allows."""
     backbone = only_backbone(profile)
-    frozen_us = least_frozen_us(FrozenCosts.of(profile, samples=batch_size, overhead_us=0))
+    frozen_us = least_frozen_us(FrozenCosts.of(profile, samples=batch_size))
     for num_devices in group_devices(space, world_size):
         batch = batch_size * num_devices
         seen = profile if space.network is None else space.network(profile, num_devices)
@@ -263,6 +263,7 @@ def _pipelines(
                 max_stages=stages[-1],
                 frozen_us=frozen_us,
                 hidden=hidden,
+                shared=filler_of(space.fill) == "auto",
             ),
         )
         for conditioned, share in variants_of(costs.profile.graph, space.probability)

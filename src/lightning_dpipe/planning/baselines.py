@@ -76,7 +76,7 @@ def least_work_us(
     Frozen layers see a local batch at most, trained ones that of a pipeline of `num_devices`.
     """
     cost = profile.component(only_backbone(profile))
-    work = FrozenCosts.of(profile, samples=batch_size, overhead_us=0)
+    work = FrozenCosts.of(profile, samples=batch_size)
     conditioned = sum(share for on, share in variants_of(profile.graph, probability) if on)
 
     def at(layer: int, n: int) -> float:

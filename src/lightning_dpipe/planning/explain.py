@@ -53,11 +53,14 @@ def explain(plan: Plan, profile: Profile) -> str:
 def stage_table(plan: Plan, profile: Profile) -> str:
     """One line a stage: layers, times of a micro-batch, weights, devices, first and last layer."""
     rows = max(split_sizes(plan.batch_size * plan.num_devices, plan.num_microbatches))
+    prefix = len(plan.chains) > 1
     lines = ["stage  layers     forward    backward   parameters  devices    from .. to"]
     for i, s in enumerate(plan.stages):
         span = (s.backbone, s.start, s.stop)
         costs = profile.component(s.backbone).layers[s.start : s.stop]
         names = [layer.name for layer in profile.graph.component(s.backbone).layers]
+        owner = f"{s.backbone}." if prefix else ""
+        suffix = " recompute" if s.recompute else ""
         samples = -(-rows // len(s.devices))
         lines.append(
             f"{i:>5}  {f'{s.start}:{s.stop}':<9}"
@@ -65,7 +68,7 @@ def stage_table(plan: Plan, profile: Profile) -> str:
             f"{profile.backward_us(*span, samples) / 1e3:>9.2f} ms"
             f"{sum(c.param_bytes for c in costs) / 1e6:>10.2f} MB"
             f"  {', '.join(map(str, s.devices)):<9}"
-            f"  {names[s.start]} .. {names[s.stop - 1]}" + (" recompute" if s.recompute else "")
+            f"  {owner}{names[s.start]} .. {names[s.stop - 1]}{suffix}"
         )
     return "\n".join(lines)
 

@@ -23,6 +23,7 @@ from lightning_dpipe.core.profile import Link, Profile
 from lightning_dpipe.models.binding import bind
 from lightning_dpipe.models.spec import PipelineSpec
 from lightning_dpipe.profiling.clock import Clock, Repeats
+from lightning_dpipe.profiling.fills import measure_fill_us
 from lightning_dpipe.profiling.layers import Progress, measure_layers
 from lightning_dpipe.profiling.links import loopback_links
 from lightning_dpipe.runtime.bound import Binding
@@ -74,6 +75,7 @@ def profile_model(
             "samples": wanted,
             "device": device_name(device),
             "dtype": [dtype, str(autocast)],
+            "measures": ["layers", "fills"],
             "versions": versions,
         }
     )
@@ -99,6 +101,7 @@ def profile_model(
             allreduce=allreduce,
             device=device_name(device),
             dtype=dtype,
+            fill_us=measure_fill_us(binding, graph, device=device, clock=clock),
             memory_bytes=_memory_bytes(device),
             versions=versions,
         )

@@ -1,7 +1,7 @@
 """Peak memory of each device under a plan, from the profile's bytes.
 
 Counted: weights of the device's stages, their gradients and AdamW moments, all frozen components
-(each rank encodes its own samples), and the activations in flight along the schedule. Not counted:
+(every rank encodes), and the activations in flight along the schedule. Not counted:
 message buffers, encodings and the allocator's slack; leave a margin for them.
 """
 

@@ -29,6 +29,7 @@ from lightning_dpipe.planning.matching import (
     check_profile_of,
     check_run,
 )
+from lightning_dpipe.planning.opposite import Cuts, num_stages_of
 from lightning_dpipe.planning.rows import row_range
 from lightning_dpipe.planning.schedules import build_schedule
 from lightning_dpipe.planning.search import (
@@ -63,7 +64,7 @@ class PlanOptions:
     schedule: str = "1f1b"
     plan: Plan | Path | None = None
     profile: Profile | Path | None = None
-    cuts: tuple[int, ...] | None = None
+    cuts: Cuts | None = None
     budget_s: float = 60.0
 
     def check(self, world_size: int) -> None:
@@ -109,7 +110,7 @@ class PlanOptions:
             return None
         if self.num_stages is not None:
             return self.num_stages
-        return world_size if self.cuts is None else len(self.cuts) + 1
+        return world_size if self.cuts is None else num_stages_of(self.cuts)
 
     def read_plan(self) -> Plan:
         """The user's plan."""

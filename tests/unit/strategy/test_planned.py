@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dpipe.core.errors import DPipeError, PlanError, ScheduleError, UnsupportedError
+from cascade import Cascade
+from lightning_dpipe.core.errors import DPipeError, PlanError, ScheduleError
 from lightning_dpipe.core.jsonio import save
 from lightning_dpipe.core.profile import Link
 from lightning_dpipe.planning.search import make_plan
@@ -232,17 +233,18 @@ def test_a_cut_keeps_numbering_shared_names_and_what_encoders_use(
     assert module.twin.weight is module.join.mix.weight
 
 
-def test_several_backbones_are_refused_by_name(
+def test_two_backbones_are_measured_and_planned_in_opposite_directions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = Toy()
-    module.configure_model()
-    one = module.spec.backbones[0]
-    second = Toy()
-    second.configure_model()
-    two = replace(second.spec.backbones[0], name="second")
-    losses = {"mlp": module.spec.losses()["mlp"], "second": second.spec.losses()["mlp"]}
-    spec = replace(module.spec, backbones=(one, two), loss=losses)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(UnsupportedError, match=r"2 backbones \(mlp, second\)"):
-        build(spec, PlanOptions(), setting(), HostLink())
+    module = Cascade()
+    module.configure_model()
+    options = PlanOptions(num_stages=2, cuts={"base": (5,), "fine": (4,)})
+    made = build(module.spec, options, setting(world_size=4), HostLink())
+    assert [(s.backbone, s.start, s.devices) for s in made.plan.stages] == [
+        ("base", 0, (0,)), ("base", 5, (1,)), ("fine", 0, (1,)), ("fine", 4, (0,)),
+    ]  # fmt: skip
+    assert made.profile is not None
+    assert {f.component for f in made.plan.fills} == {c.name for c in made.graph.frozen}
+    smaller = refit(made, setting(world_size=4, batch_size=2))
+    assert smaller.plan.stages == made.plan.stages
