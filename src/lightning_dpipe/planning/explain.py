@@ -264,9 +264,11 @@ def reasons(
     plan, by_name = alternatives[0], {a.name: a for a in alternatives}
     lines = []
     if num_plans is not None and bound_us is not None:
+        first = f"It is the fastest of {num_plans} plans that were simulated"
+        if num_plans == 1:
+            first = "It is the first plan that was simulated, the one of the lowest bound"
         lines.append(
-            f"It is the fastest of {num_plans} plans that were simulated; no plan that was left "
-            f"out can end before {bound_us / 1e3:.2f} ms "
+            f"{first}; no plan that was left out can end before {bound_us / 1e3:.2f} ms "
             f"({_percent(plan.iteration_us / max(bound_us, 1) - 1)} sooner)."
         )
     if given:
