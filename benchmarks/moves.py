@@ -64,7 +64,7 @@ def run(report: Report, rounds: int) -> None:
         "speedup_median": statistics.median(speedups),
         "prediction_error": max(errors),
     }
-    report.bar("prediction_error", "<=", 0.05)
+    report.bar("prediction_error", "<=", 0.03)
     report.bar("speedup_least", ">=", 1.0)
 
 
