@@ -83,7 +83,7 @@ def test_fills_cover_the_frozen_work_of_all_backbones_and_shorten_the_iteration(
     both = profile()
     plan = make_plan(both, world_size=4, batch_size=8, num_microbatches=2)
     covered = {
-        (f.device, f.component, layer, row)
+        (f.home, f.component, layer, row)
         for f in plan.fills
         for layer in range(f.start, f.stop)
         for row in range(f.first, f.last)
@@ -183,7 +183,7 @@ def test_plans_of_random_pairs_are_legal_filled_once_and_no_shorter_than_the_bou
         least = lower_bound_us(plan, both, self_conditioned=variant)
         assert simulate(plan, schedule, both).end_us >= least
         work = Counter(
-            (f.device, f.component, layer, row)
+            (f.home, f.component, layer, row)
             for f in plan.fills
             if f.self_conditioned == variant
             for layer in range(f.start, f.stop)
