@@ -37,7 +37,7 @@ class EncodeEmitter:
             parts = min(lowering.plan.num_microbatches, sum(sizes))
             self.next_layout = layout(sizes, lowering.ranks, parts)
             self.fills = fill_slots(lowering.plan, lowering.graph, lowering.orders, lowering.shape)
-            self.unsent = self._transfers(self.next_layout, self.device, None)
+            self.unsent = self._transfers(self.next_layout, self.device, None, When.NEXT)
 
     def prologue(self) -> list[Instruction]:
         """Everything before the first op."""
@@ -46,7 +46,9 @@ class EncodeEmitter:
         if not low.shape.encoded:
             out += self._posts(low.layout, When.THIS)
             size = low.layout.sizes[self.device]
-            fields = self._transfers(low.layout, self.device, frozenset(low.graph.inputs))
+            fields = self._transfers(
+                low.layout, self.device, frozenset(low.graph.inputs), When.THIS
+            )
             out += [self._send(t, When.THIS) for t in fields]
             if size:
                 out += [
@@ -61,7 +63,7 @@ class EncodeEmitter:
                     for c in low.graph.frozen
                 ]
             encoded = frozenset(low.graph.side_inputs) - frozenset(low.graph.inputs)
-            rest = self._transfers(low.layout, self.device, encoded)
+            rest = self._transfers(low.layout, self.device, encoded, When.THIS)
             out += [self._send(t, When.THIS) for t in rest]
         if self.next_layout is not None:
             out += self._posts(self.next_layout, When.NEXT)
@@ -98,7 +100,7 @@ class EncodeEmitter:
         return [self._send(t, When.NEXT) for t in ready]
 
     def _transfers(
-        self, cut: BatchLayout, source: int, only: frozenset[int] | None
+        self, cut: BatchLayout, source: int, only: frozenset[int] | None, when: When
     ) -> list[tuple[int, int, int, int]]:
         """(value, target, first, last) of all row messages a device sends, early rows first."""
         low = self.low
@@ -111,7 +113,7 @@ class EncodeEmitter:
             for first, last in cut.chunks(
                 source,
                 low.shares(target, cut),
-                low.graph.values[value].bytes_per_sample,
+                low.known(value, when).bytes_per_sample,
             )
         ]
         return sorted(found, key=lambda t: t[2])
@@ -129,7 +131,7 @@ class EncodeEmitter:
             )
             for source in range(len(self.low.ranks))
             if source != self.device
-            for value, target, first, last in self._transfers(cut, source, None)
+            for value, target, first, last in self._transfers(cut, source, None, when)
             if target == self.device
         ]
 
@@ -141,7 +143,7 @@ class EncodeEmitter:
     def _message(
         self, source: int, target: int, value: int, first: int, last: int, when: When
     ) -> Message:
-        spec = self.low.buffer(value, last - first)
+        spec = self.low.buffer(value, last - first, when)
         return Message(
             channel=self.low.channel(source, target, Lane.ROWS),
             tag=f"{value}:{when.value}:{first}:{last}",

@@ -1,7 +1,7 @@
 """The encoded values of one batch: this rank's own rows, and the rows other devices deliver.
 
 Two banks alternate: while the step reads one, the next batch's rows are written into the other.
-Receive buffers and partial outputs are kept from step to step as long as shapes do not change.
+Receive buffers and partial outputs are kept from step to step, as large as any batch needed them.
 """
 
 from collections.abc import Mapping
@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_dpipe.core.errors import SpecError
 from lightning_dpipe.core.graph import ModelGraph
 from lightning_dpipe.core.program import Message
+from lightning_dpipe.runtime.pool import reshaped
 from lightning_dpipe.runtime.transport import Handle, torch_dtype
 
 
@@ -27,8 +28,15 @@ class Encodings:
         self._consumed: dict[int, int] = {}
         self.sizes: tuple[int, ...] = ()
 
-    def begin(self, fields: Mapping[int, Tensor], sizes: tuple[int, ...]) -> None:
+    def begin(
+        self,
+        fields: Mapping[int, Tensor],
+        sizes: tuple[int, ...],
+        graph: ModelGraph | None = None,
+    ) -> None:
         """Start a batch: forget the last one, take this rank's batch fields (by value).
+
+        `graph` is that of the batch's shape class; by default as in the batch before.
 
         Raises:
             SpecError: A field's shape or dtype is not what the spec declares.
@@ -37,6 +45,7 @@ class Encodings:
         self._pending.clear()
         self._consumed.clear()
         self.sizes = sizes
+        self._graph = graph or self._graph
         rows = sizes[self._own]
         for value, tensor in fields.items():
             known = self._graph.values[value]
@@ -101,9 +110,9 @@ class Encodings:
 
     def _buffer(self, value: int, device: int, rows: int) -> Tensor:
         known = self._graph.values[value]
-        shape, dtype = (rows, *known.shape), torch_dtype(known.dtype)
+        num_bytes = rows * known.bytes_per_sample
         kept = self._buffers.get((value, device))
-        if kept is None or tuple(kept.shape) != shape:
-            kept = torch.empty(shape, dtype=dtype, device=self._device)
+        if kept is None or kept.numel() < num_bytes:
+            kept = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             self._buffers[(value, device)] = kept
-        return kept
+        return reshaped(kept, (rows, *known.shape), known.dtype)
