@@ -75,8 +75,10 @@ def read_image_folder(
     return tuple(images)
 
 
-def decode_image(path: Path, size: int) -> Tensor:
-    """Decode one image: crop to the centre square, resize, scale; ``[3, size, size]``.
+def decode_image(path: Path, size: int | tuple[int, int]) -> Tensor:
+    """Decode one image: crop to the centre, resize, scale; ``[3, height, width]``.
+
+    `size` is (height, width), or the side of a square.
 
     Raises:
         DataError: The file cannot be decoded, or has more than 8 bits per channel.
@@ -92,8 +94,9 @@ def decode_image(path: Path, size: int) -> Tensor:
             f"{path} has mode {picture.mode!r}, more than 8 bits per channel; "
             "convert it to 8-bit RGB first, for it would lose its range silently"
         )
-    square = ImageOps.fit(_on_white(picture), (size, size), Image.Resampling.LANCZOS)
-    pixels = np.array(square, dtype=np.float32) / 127.5 - 1.0
+    height, width = (size, size) if isinstance(size, int) else size
+    fitted = ImageOps.fit(_on_white(picture), (width, height), Image.Resampling.LANCZOS)
+    pixels = np.array(fitted, dtype=np.float32) / 127.5 - 1.0
     return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
 
 
