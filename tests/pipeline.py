@@ -95,6 +95,7 @@ def run_pipeline(
     coins: Sequence[bool] | None = None,
     after_step: Callable[[int, RankOutcome], None] | None = None,
     accumulate: int = 1,
+    training: bool = True,
 ) -> list[RankOutcome]:
     """Run ``batches[step][rank]`` on every rank; gradients are left in the parameters."""
     world = plan.world_size
@@ -130,7 +131,8 @@ def run_pipeline(
                 next_batch=None if following is None else following[rank],
                 next_sizes=None if following is None else tuple(_rows(following[r]) for r in ranks),
                 self_conditioned=bool(coins and coins[step]),
-                reduce=last,
+                training=training,
+                reduce=last and training,
             )
             if last:
                 session.wait_reduction()

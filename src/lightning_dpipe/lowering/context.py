@@ -9,7 +9,7 @@ from functools import cached_property
 
 from lightning_dpipe.core.crossings import Crossing, crossings, stage_of_layer, stage_reads
 from lightning_dpipe.core.graph import ModelGraph, Value
-from lightning_dpipe.core.op import Op, OpKind
+from lightning_dpipe.core.op import FORWARDS, Op
 from lightning_dpipe.core.plan import Plan, split_sizes
 from lightning_dpipe.core.program import BufferSpec, Channel, Lane, Message, StepShape, When
 from lightning_dpipe.core.schedule import Schedule
@@ -41,7 +41,7 @@ class Lowering:
         if self.shape.training:
             return self.schedule.orders
         return tuple(
-            tuple(op for op in order if op.kind is OpKind.F) for order in self.schedule.orders
+            tuple(op for op in order if op.kind in FORWARDS) for order in self.schedule.orders
         )
 
     @cached_property
