@@ -90,9 +90,7 @@ def spec_of(parts: nn.ModuleDict, *, selfcond: bool = False, buckets: bool = Tru
             ),
         ),
         loss=Loss(fn=weighted_mse, reads=("out", "target", "weight")),
-        self_conditioning=(
-            self_conditioning(schedule, shape=latents[BASE]) if selfcond else None
-        ),
+        self_conditioning=(self_conditioning(schedule, shape=latents[BASE]) if selfcond else None),
         shapes=shapes if buckets else {},
     )
 

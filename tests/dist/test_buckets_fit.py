@@ -49,6 +49,7 @@ def trainer(folder: str, strategy: Any, devices: int, *callbacks: Callback) -> T
 
 def as_rank(rank: int, folder: str, port: int) -> None:
     """What a launcher tells a process of one node; the Trainer connects the ranks itself."""
+    dist.barrier()  # none is still connecting
     dist.destroy_process_group()
     os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "XDG_CACHE_HOME": folder}
@@ -82,7 +83,7 @@ def one_process(selfcond: bool) -> Any:
     return losses.seen, module.state_dict(), float(run.callback_metrics["val/loss"])
 
 
-@pytest.mark.parametrize(("selfcond", "fill"), [(False, True), (True, True), (False, False)])
+@pytest.mark.parametrize(("selfcond", "fill"), [(True, True), (False, False)])
 def test_a_fit_on_five_classes_equals_one_process(selfcond: bool, fill: bool, tmp_path) -> None:
     losses, state, val = one_process(selfcond)
     (seen, classes, found, val_found), _ = run_ranks(

@@ -41,7 +41,8 @@ class PipelineSession:
 
     The frozen work of `next_batch` runs inside the step, and the following call finds it encoded.
     `buckets` are the graphs of the shape classes beside the base, whose graph is `graph`; `fills`
-    gives their steps' fills, by default the plan's own.
+    gives their steps' fills, by default the plan's own. `last_pair` are the classes of the last
+    step and of the one after it.
     """
 
     def __init__(
@@ -66,7 +67,8 @@ class PipelineSession:
             )
         self.graph, self.plan, self.rank = graph, plan, rank
         self.graphs: dict[str, ModelGraph] = {BASE: graph, **(buckets or {})}
-        self._fills = fills
+        self.fills = fills
+        self.last_pair = (BASE, BASE)
         self._inputs = dict(binding.inputs)
         # Draws are made on the host: with their keys on the device each one would wait for it.
         self._on_host = None if binding.draw_key in graph.side_inputs else binding.draw_key
@@ -154,6 +156,7 @@ class PipelineSession:
             next_bucket=BASE if next_sizes is None else next_bucket,
         )
         program = self.program(shape)
+        self.last_pair = (bucket, bucket if next_sizes is None else next_bucket)
         this = self._banks[0] if training else Encodings(self.graph, self.position, self.device)
         if not encoded:
             this.begin(self._fields(batch), sizes, self.graphs[bucket])
@@ -198,8 +201,8 @@ class PipelineSession:
         if unknown:
             raise PlanError(f"shape class {unknown[0]!r} is none of {', '.join(self.graphs)}")
         plan = self.plan
-        if self._fills is not None and shape.next_sizes is not None:
-            plan = replace(plan, fills=self._fills(shape.bucket, shape.next_bucket))
+        if self.fills is not None and shape.next_sizes is not None:
+            plan = replace(plan, fills=self.fills(shape.bucket, shape.next_bucket))
         total = sum(shape.sizes)
         if total < plan.num_microbatches:
             # A short last batch: as many micro-batches as it has samples.
