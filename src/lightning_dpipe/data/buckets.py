@@ -81,13 +81,14 @@ class BucketBatchSampler(BatchSampler):
             raise DataError(
                 f"{len(buckets)} samples in batches of {batch_size}; both must be at least 1"
             )
-        alone = DistributedSampler(range(len(buckets)), num_replicas=1, rank=0)
-        super().__init__(sampler or alone, batch_size, drop_last)
+        places: Any = range(len(buckets))
+        alone: Sampler[int] = DistributedSampler(places, num_replicas=1, rank=0)
+        super().__init__(alone if sampler is None else sampler, batch_size, drop_last)
         self.buckets, self.shuffle, self.seed = buckets, shuffle, seed
         names = list(dict.fromkeys(buckets))
-        places = {name: k for k, name in enumerate(names)}
-        of_sample = np.array([places[b] for b in buckets])
-        self._members = {name: np.flatnonzero(of_sample == k) for name, k in places.items()}
+        index = {name: k for k, name in enumerate(names)}
+        of_sample = np.array([index[b] for b in buckets])
+        self._members = {name: np.flatnonzero(of_sample == k) for name, k in index.items()}
         self._told = False
         if not len(self):
             raise DataError(

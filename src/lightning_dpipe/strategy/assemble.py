@@ -197,12 +197,12 @@ class PipelineSession:
 
     def programs(self, shape: StepShape) -> tuple[Program, ...]:
         """The whole group's programs, checked for legality and deadlock."""
-        unknown = [b for b in (shape.bucket, shape.next_bucket) if b not in self.graphs]
+        plan, pair = self.plan, (shape.bucket, shape.next_bucket)
+        unknown = [name for name in pair if name not in self.graphs]
         if unknown:
             raise PlanError(f"shape class {unknown[0]!r} is none of {', '.join(self.graphs)}")
-        plan = self.plan
-        if self.fills is not None and shape.next_sizes is not None:
-            plan = replace(plan, fills=self.fills(shape.bucket, shape.next_bucket))
+        if self.fills is not None and shape.next_sizes is not None and pair != (BASE, BASE):
+            plan = replace(plan, fills=self.fills(*pair))
         total = sum(shape.sizes)
         if total < plan.num_microbatches:
             # A short last batch: as many micro-batches as it has samples.

@@ -15,6 +15,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
+from lightning_dpipe.core.buckets import BASE
 from lightning_dpipe.core.program import StepShape
 from lightning_dpipe.core.timeline import Activity, Timeline
 from lightning_dpipe.planning.schedules.of_plan import schedule_of
@@ -121,7 +122,7 @@ class Ledger(Callback):
         if built.profile is None:
             return None
         plan, profile, session = built.plan, built.profile, strategy.installed.session
-        if isinstance(session.fills, PairFills):
+        if isinstance(session.fills, PairFills) and session.last_pair != (BASE, BASE):
             plan = replace(plan, fills=session.fills(*session.last_pair))
             profile = session.fills.profile(*session.last_pair)
         sizes = (plan.batch_size,) * plan.num_devices
