@@ -201,6 +201,6 @@ def image_bucket(path: Path, sides: Mapping[str, tuple[int, int]]) -> str:
         with Image.open(path) as opened:
             width, height = opened.size
             turned = opened.getexif().get(_EXIF_ORIENTATION) in _TURNED
-    except (OSError, SyntaxError) as error:
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(f"{path} cannot be decoded: {error}") from error
     return nearest_bucket(width, height, sides) if turned else nearest_bucket(height, width, sides)
