@@ -151,4 +151,4 @@ def test_buckets_are_classes_of_the_same_model(kind: type[LatentModule]) -> None
     with pytest.raises(
         SpecError, match=r"buckets\.odd=20 is not a multiple of the VAE's 8; use 16"
     ):
-        build(kind, buckets={"odd": [16, 20]}).spec
+        build(kind, buckets={"odd": [16, 20]})
