@@ -29,7 +29,7 @@ def test_a_class_with_itself_has_the_planners_own_fills() -> None:
 @pytest.mark.parametrize(("this", "following"), list(product(PROFILES, repeat=2)))
 def test_every_pair_encodes_every_sample_of_every_layer_once(this: int, following: int) -> None:
     done = Counter(
-        (f.device, f.component, layer, sample)
+        (f.home, f.component, layer, sample)
         for f in pair_fills(PLAN, PROFILES[this], PROFILES[following])
         for layer in range(f.start, f.stop)
         for sample in range(f.first, f.last)

@@ -118,7 +118,7 @@ def reference(selfcond: bool, plan: Plan, steps: Sequence[Step], *, filled, fill
                     slices = [
                         replace(f, last=min(f.last, rows))
                         for f in fills(steps[step - 1][0], bucket)
-                        if f.device == device and f.self_conditioned == coin and f.first < rows
+                        if f.home == device and f.self_conditioned == coin and f.first < rows
                     ]  # fmt: skip
                 slices = slices or whole(here.frozen, rows)
                 fields = fields_of(steps, step, rank, world)
@@ -135,7 +135,7 @@ def reference(selfcond: bool, plan: Plan, steps: Sequence[Step], *, filled, fill
             windows.append(take_gradients(parameters))
     add_up(parameters, windows)
     gradients = {
-        f"{layer.name}.{i}": p.grad
+        f"{backbone.name}.{layer.name}.{i}": p.grad
         for backbone in spec.backbones
         for layer in backbone.layers
         for i, p in enumerate(layer.parameters())
