@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lightning_dpipe.core.crossings import Crossing, crossings, stage_of_layer, stage_reads
-from lightning_dpipe.core.graph import ModelGraph
-from lightning_dpipe.core.op import Op, OpKind
+from lightning_dpipe.core.graph import ModelGraph, Value
+from lightning_dpipe.core.op import FORWARDS, Op
 from lightning_dpipe.core.plan import Plan
-from lightning_dpipe.core.program import BufferSpec, Channel, Lane, Message, StepShape
+from lightning_dpipe.core.program import BufferSpec, Channel, Lane, Message, StepShape, When
 from lightning_dpipe.core.schedule import Schedule
 from lightning_dpipe.lowering.rows import BatchLayout
 
@@ -21,7 +21,7 @@ Rows = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Lowering:
-    """One group's lowering for one shape class."""
+    """One group's lowering for one shape class; `next_graph` is the next batch's, if another."""
 
     plan: Plan
     schedule: Schedule
@@ -29,6 +29,7 @@ class Lowering:
     shape: StepShape
     ranks: tuple[int, ...]
     layout: BatchLayout
+    next_graph: ModelGraph | None = None
 
     @cached_property
     def _shares(self) -> dict[tuple[int, tuple[int, ...]], tuple[Rows, ...]]:
@@ -40,7 +41,7 @@ class Lowering:
         if self.shape.training:
             return self.schedule.orders
         return tuple(
-            tuple(op for op in order if op.kind is OpKind.F) for order in self.schedule.orders
+            tuple(op for op in order if op.kind in FORWARDS) for order in self.schedule.orders
         )
 
     @cached_property
@@ -102,7 +103,12 @@ class Lowering:
         """Directed edge between two devices of the group."""
         return Channel(source=self.ranks[source], target=self.ranks[target], lane=lane)
 
-    def buffer(self, value: int, rows: int) -> BufferSpec:
+    def known(self, value: int, when: When) -> Value:
+        """A value as it is in this batch or the next one."""
+        graph = self.graph if when is When.THIS else self.next_graph or self.graph
+        return graph.values[value]
+
+    def buffer(self, value: int, rows: int, when: When = When.THIS) -> BufferSpec:
         """Buffer for `rows` samples of a value."""
-        known = self.graph.values[value]
+        known = self.known(value, when)
         return BufferSpec(shape=(rows, *known.shape), dtype=known.dtype)

@@ -14,7 +14,7 @@ from itertools import accumulate
 from lightning_dpipe.core.crossings import crossings, loss_stage, stage_reads
 from lightning_dpipe.core.errors import PlanError, ScheduleError
 from lightning_dpipe.core.fleet import kinds_in_groups
-from lightning_dpipe.core.op import Op, OpKind
+from lightning_dpipe.core.op import FORWARDS, Op, OpKind
 from lightning_dpipe.core.plan import Plan, split_sizes
 from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.core.program import StepShape
@@ -46,7 +46,7 @@ def step_orders(schedule: Schedule, shape: StepShape) -> tuple[tuple[Op, ...], .
     """The ops each device runs: all in training, else the forwards."""
     if shape.training:
         return schedule.orders
-    return tuple(tuple(op for op in order if op.kind is OpKind.F) for order in schedule.orders)
+    return tuple(tuple(op for op in order if op.kind in FORWARDS) for order in schedule.orders)
 
 
 class _Builder:

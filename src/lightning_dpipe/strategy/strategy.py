@@ -258,8 +258,8 @@ class DiffusionPipeStrategy(RankedStrategy):
         return wrap_loader(
             dataloader,
             self._module.trainer,
-            field=next(iter(self._module.spec.inputs)),
-            exchange=self.link.gather,
+            spec=self._module.spec,
+            link=self.link,
             announce=self._outlooks.announce,
             clear=self._outlooks.training.clear,
         )

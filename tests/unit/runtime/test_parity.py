@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_dpipe.core.plan import Fill
 from lightning_dpipe.models.liveness import trace
 from lightning_dpipe.planning.schedules.of_plan import schedule_of
-from parity import all_rows, compare
+from parity import all_rows, compare, reference
 from pipeline import gather_gradients, make_plan, run_pipeline
 from small import random_model, small_batch, small_unet
 
@@ -105,6 +105,19 @@ def test_self_conditioning_feeds_the_estimate_back(coins) -> None:
     make = partial(small_unet, 2, self_conditioning=True)
     plan = make_plan(trace(make()), (2, 4), num_microbatches=3, batch_size=3)
     compare(make, plan, all_rows(3, 3, 3), exact=True, coins=coins)
+
+
+def test_evaluation_is_self_conditioned_when_its_coin_came_up() -> None:
+    """Evaluation dropped the first sweep, so its loss was that of the other coin."""
+    make = partial(small_unet, 2, self_conditioning=True)
+    plan = make_plan(trace(make()), (2, 4), num_microbatches=3, batch_size=3)
+    batches = all_rows(3, 3, 2)
+    coins = (True, False)
+    wanted, _ = reference(make, plan, batches, coins)
+    outcomes = run_pipeline(make, plan, batches, coins=coins, training=False)
+    found = [sum(o.loss_sums[step] for o in outcomes) for step in range(2)]
+    assert found == pytest.approx(wanted, rel=1e-6)
+    assert reference(make, plan, batches, coins[::-1])[0] != pytest.approx(wanted, rel=1e-4)
 
 
 def _fill(device, after, component, start, stop, first, last):
