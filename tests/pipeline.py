@@ -30,11 +30,12 @@ def make_plan(
     schedule: str = "1f1b",
     groups: int = 1,
     replicas: Sequence[int] | None = None,
+    shares: Sequence[tuple[int, ...]] | None = None,
     fills: tuple[Fill, ...] = (),
 ) -> Plan:
     """A plan with explicit cuts: stage i holds layers ``[cuts[i-1], cuts[i])``.
 
-    ``replicas[i]`` devices of a group share stage i.
+    ``replicas[i]`` devices of a group share stage i, by weights ``shares[i]``.
     """
     backbone = graph.backbones[0]
     borders = [0, *cuts, len(backbone.layers)]
@@ -47,7 +48,13 @@ def make_plan(
         profile_digest="test",
         groups=default_groups(num_devices * groups, num_devices),
         stages=tuple(
-            Stage(backbone=backbone.name, start=borders[i], stop=borders[i + 1], devices=homes[i])
+            Stage(
+                backbone=backbone.name,
+                start=borders[i],
+                stop=borders[i + 1],
+                devices=homes[i],
+                shares=() if shares is None else shares[i],
+            )
             for i in range(num_stages)
         ),
         num_microbatches=num_microbatches,

@@ -1,7 +1,7 @@
 """What all passes of a lowering share: the plan's structure, and who has which rows of what.
 
-A stage on several devices splits each micro-batch's rows among them in device order; a message
-carries the rows that its sender has and its receiver needs.
+A stage on several devices splits each micro-batch's rows among them in device order, by the
+stage's shares; a message carries the rows that its sender has and its receiver needs.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from functools import cached_property
 from lightning_dpipe.core.crossings import Crossing, crossings, stage_of_layer, stage_reads
 from lightning_dpipe.core.graph import ModelGraph
 from lightning_dpipe.core.op import Op, OpKind
-from lightning_dpipe.core.plan import Plan, split_sizes
+from lightning_dpipe.core.plan import Plan
 from lightning_dpipe.core.program import BufferSpec, Channel, Lane, Message, StepShape
 from lightning_dpipe.core.schedule import Schedule
 from lightning_dpipe.lowering.rows import BatchLayout
@@ -77,14 +77,11 @@ class Lowering:
         """A device's rows of every micro-batch of a layout (of this batch or the next)."""
         if (device, layout.sizes) not in self._shares:
             stages = self.plan.stages_on(device)
-            devices = self.devices_of(stages[0]) if stages else ()
-            found = []
-            for microbatch in range(layout.num_microbatches):
-                parts = split_sizes(layout.rows(microbatch), max(len(devices), 1))
-                at = devices.index(device) if devices else 0
-                first = sum(parts[:at])
-                found.append((first, first + parts[at]) if devices else (0, 0))
-            self._shares[device, layout.sizes] = tuple(found)
+            stage = self.plan.stages[stages[0]] if stages else None
+            self._shares[device, layout.sizes] = tuple(
+                (0, 0) if stage is None else stage.rows_on(device, layout.rows(microbatch))
+                for microbatch in range(layout.num_microbatches)
+            )
         return self._shares[device, layout.sizes]
 
     def common(self, one: int, other: int, microbatch: int) -> Rows | None:

@@ -56,6 +56,7 @@ class Space:
     configuration may look at in strict order (None: all, see `best_first`). A plan within `close`
     (relative) of what bounds all that is left ends the search; 0 is exact. `network` changes the
     profile's links with the number of devices of a pipeline: one that leaves a node sees others.
+    `max_shares` are the splits of rows tried for a stage on devices of several kinds (None: all).
     """
 
     num_stages: int | None = None
@@ -69,6 +70,7 @@ class Space:
     max_nodes: int | None = 32
     close: float = 1e-4
     network: Network | None = None
+    max_shares: int | None = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,17 +89,18 @@ were left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Config:
+class Config:
     """One way to cut the batch into micro-batches and the backbone into a number of stages.
 
     `bound_us` holds for all its chains; `chains` yields those below a limit that may fall.
-    `profile` has the links that its pipelines see.
+    `profile` has the links that its pipelines see. `plan` makes a chain a plan, else `plan_of`.
     """
 
     profile: Profile
     cutting: Cutting
     bound_us: float
     chains: Callable[[Callable[[], float]], Chains]
+    plan: Callable[[Plan, Cutting, tuple[Stage, ...]], Plan] | None = None
 
 
 def search(
@@ -107,8 +110,17 @@ def search(
     batch_size: int,
     space: Space | None = None,
     progress: Progress | None = None,
+    configs: Iterable[Config] | None = None,
 ) -> Found:
     """Find the plan with the shortest expected iteration.
+
+    Args:
+        profile: Costs of the model on one kind of device.
+        world_size: All ranks.
+        batch_size: Samples per device.
+        space: What may be chosen.
+        progress: Called after each plan that was simulated.
+        configs: What to choose from, by default everything that the space allows (but see `mixed`).
 
     Raises:
         PlanError: No plan fits the numbers, the model or the memory.
@@ -125,11 +137,13 @@ def search(
         batch_size=batch_size,
         schedule=space.schedules[0],
     )
-    queue = _Queue(_configs(profile, space, world_size, batch_size, hidden=filler is not None))
+    if configs is None:
+        configs = _configs(profile, space, world_size, batch_size, hidden=filler is not None)
+    queue = _Queue(configs)
     best: Plan | None = None
     best_us, tried = float("inf"), 0
     for config, stages in queue:
-        seen, plan = config.profile, plan_of(base, config.cutting, stages)
+        seen, plan = config.profile, (config.plan or plan_of)(base, config.cutting, stages)
         tried += 1
         if expected_bound_us(plan, seen, space.probability, filled=filler) < queue.limit_us:
             if filler is not None:
@@ -177,7 +191,7 @@ class _Queue:
     """Chains of all configurations, in rounds: each round takes the next one of every configuration
     that could still win, the least bound first. Nothing at or above `limit_us` could."""
 
-    def __init__(self, configs: Iterable[_Config]) -> None:
+    def __init__(self, configs: Iterable[Config]) -> None:
         self.limit_us = self._left_out_us = float("inf")
         self._heap: list[_Entry] = [
             (0, config.bound_us, ticket, config, config.chains(lambda: self.limit_us), None)
@@ -192,7 +206,7 @@ class _Queue:
         coming_us = min((entry[1] for entry in self._heap), default=self.limit_us)
         return min(coming_us, self._left_out_us, self.limit_us)
 
-    def __iter__(self) -> Iterator[tuple[_Config, tuple[Stage, ...]]]:
+    def __iter__(self) -> Iterator[tuple[Config, tuple[Stage, ...]]]:
         while self._heap:
             turn, bound_us, ticket, config, chains, stages = heapq.heappop(self._heap)
             if bound_us >= self.limit_us:
@@ -205,7 +219,7 @@ class _Queue:
             self._push(turn + 1, ticket, config, chains)
             yield config, stages
 
-    def _push(self, turn: int, ticket: int, config: _Config, chains: Chains) -> None:
+    def _push(self, turn: int, ticket: int, config: Config, chains: Chains) -> None:
         following = next(chains, None)
         if following is not None and not following[1]:
             self._left_out_us = min(self._left_out_us, following[0])
@@ -214,14 +228,19 @@ class _Queue:
             heapq.heappush(self._heap, (turn, bound_us, ticket, config, chains, stages))
 
 
-_Entry = tuple[int, float, int, _Config, Chains, tuple[Stage, ...] | None]
+_Entry = tuple[int, float, int, Config, Chains, tuple[Stage, ...] | None]
 """Round, bound, a running number, and the next chain (None: not asked for yet)."""
 
 
 def _configs(
     profile: Profile, space: Space, world_size: int, batch_size: int, *, hidden: bool
-) -> Iterator[_Config]:
+) -> Iterator[Config]:
     """Every combination of devices, micro-batches, stages and schedule that the space allows."""
+    if profile.kinds:
+        raise UnsupportedError(
+            f"the profile has {1 + len(profile.others)} kinds of devices, this search takes them "
+            "to be alike; use mixed.search_mixed, or make_plan"
+        )
     backbone = only_backbone(profile)
     frozen_us = least_frozen_us(FrozenCosts.of(profile, samples=batch_size))
     for num_devices in group_devices(space, world_size):
@@ -252,7 +271,7 @@ def _pipelines(
     frozen_us: int,
     *,
     hidden: bool,
-) -> Iterator[_Config]:
+) -> Iterator[Config]:
     """One stage a device, for each number of stages."""
     variants = tuple(
         (
@@ -276,7 +295,7 @@ def _pipelines(
             yield cut.bound_us, stages_of(costs.backbone, cut, variants[0][1])
 
     for num_stages in stages:
-        yield _Config(
+        yield Config(
             profile=costs.profile,
             cutting=cutting,
             bound_us=expected_least_us(variants, num_stages),
@@ -286,7 +305,7 @@ def _pipelines(
 
 def _buckets(
     costs: BackboneCosts, cutting: Cutting, space: Space, frozen_us: int, *, hidden: bool
-) -> _Config:
+) -> Config:
     """Several stages on one device."""
     bound_us = costs.profile.overhead_us + sum(
         share
@@ -304,7 +323,7 @@ def _buckets(
             if buckets.fits(costs, cutting, stages):
                 yield bound_us, stages
 
-    return _Config(profile=costs.profile, cutting=cutting, bound_us=bound_us, chains=chains)
+    return Config(profile=costs.profile, cutting=cutting, bound_us=bound_us, chains=chains)
 
 
 def group_devices(space: Space, world_size: int) -> list[int]:

@@ -221,13 +221,18 @@ class BackboneCosts:
         if cutting.memory_bytes is None:
             return np.zeros((n, n), dtype=bool), np.ones((n, n), dtype=bool)
         rows = [-(-size // replicas) for size in cutting.sizes[: cutting.in_flight(from_back)]]
+        plain, again = self.bytes_held(rows)
+        recompute = plain > cutting.memory_bytes
+        return recompute, np.minimum(plain, again) <= cutting.memory_bytes
+
+    def bytes_held(self, rows: Sequence[int]) -> tuple[Array, Array]:
+        """Bytes of stages with micro-batches of so many rows in flight: plain, and recomputing."""
         resident = (
             self.frozen_bytes + self.param_bytes + (1 + MOMENTS_PER_WEIGHT) * self.trained_bytes
         )
         plain = resident + sum(self.at("activation_bytes", r) for r in rows)
-        again = resident + sum(rows) * self.input_bytes + self.at("activation_bytes", rows[0])
-        recompute = plain > cutting.memory_bytes
-        return recompute, np.minimum(plain, again) <= cutting.memory_bytes
+        again = resident + sum(rows) * self.input_bytes + self.at("activation_bytes", max(rows))
+        return plain, again
 
 
 def _spans(costs: NDArray[np.int64]) -> Array:

@@ -137,9 +137,11 @@ def _checked(built: Built, options: PlanOptions, setting: Setting) -> Built:
     if options.plan is not None and setting.training:
         check_batch_of(options.read_plan(), setting.batch_size)
     stages = options.stages(setting.world_size) if options.plan is None else None
-    if stages is not None and stages != built.plan.num_devices:
+    mixed = built.profile is not None and built.profile.kinds
+    cut_into = len(built.plan.stages) if mixed else built.plan.num_devices
+    if stages is not None and stages != cut_into:
         raise UnsupportedError(
-            f"the module was cut for {built.plan.num_devices} stages by an earlier run of this "
+            f"the module was cut for {cut_into} stages by an earlier run of this "
             f"process, now {stages} are asked for; build a new module and load a checkpoint into it"
         )
     return built

@@ -3,8 +3,9 @@
 In:     a whole DiffusionModule, the world, the batch per device, and what the user fixed.
 Out:    a `Built`: graph, binding, plan and (unless the user gave a plan) the profile behind it.
 
-Every rank measures side by side, so that the times contain the contention of training; rank 0's
-profile makes the plan, which is broadcast.
+Every rank measures side by side, so that the times contain the contention of training; rank 0 makes
+the plan, which is broadcast: from its own profile, or where devices are of several kinds from the
+profile of the first rank of each (`strategy.devices`).
 """
 
 import logging
@@ -50,6 +51,13 @@ from lightning_dpipe.profiling.store import (
 from lightning_dpipe.runtime.bound import Binding
 from lightning_dpipe.runtime.distributed import DistTransport
 from lightning_dpipe.strategy.collectives import HostLink
+from lightning_dpipe.strategy.devices import (
+    check_device_kinds,
+    devices_differ,
+    own_cache,
+    widened,
+    world_profile,
+)
 from lightning_dpipe.strategy.patience import patient
 
 log = logging.getLogger(__name__)
@@ -66,6 +74,7 @@ class PlanOptions:
     profile: Profile | Path | None = None
     cuts: Cuts | None = None
     budget_s: float = 60.0
+    device_kinds: str = "name"
 
     def check(self, world_size: int) -> None:
         """Refuse what no model could make right; needs neither model nor messages.
@@ -74,6 +83,7 @@ class PlanOptions:
             PlanError: Stages and world, or plan and world, do not fit, or numbers are none.
             ScheduleError: The schedule is unknown.
         """
+        check_device_kinds(self.device_kinds)
         if self.plan is not None:
             plan = self.read_plan()
             if plan.world_size != world_size:
@@ -164,6 +174,7 @@ def build(spec: PipelineSpec, options: PlanOptions, setting: Setting, link: Host
     profile = None
     if options.plan is None or (setting.fill and not options.read_plan().fills):
         profile = _profile(spec, graph, binding, options, setting, link)
+        profile = _of_world(profile, options, setting, link)
     box: tuple[object, object] | None = None
     try:
         if link.rank == 0:
@@ -255,6 +266,9 @@ def _profile(
     if given is not None:
         check_profile_of(given, graph)
         return given
+    samples = sizes_to_measure(graph, options, setting)
+    if devices_differ(setting.device, options.device_kinds, link):
+        samples = widened(samples, setting.batch_size)
     links = None
     if link.world_size > 1:
         transport = DistTransport(setting.device)
@@ -264,14 +278,23 @@ def _profile(
         spec,
         graph,
         binding,
-        samples=sizes_to_measure(graph, options, setting),
+        samples=samples,
         device=setting.device,
         dtype=setting.precision,
         autocast=setting.autocast,
         links=links,
+        cache_dir=own_cache(options.device_kinds, link),
         budget_s=options.budget_s,
         progress=_announce(),
     )
+
+
+def _of_world(profile: Profile, options: PlanOptions, setting: Setting, link: HostLink) -> Profile:
+    """With the other kinds of devices, unless the user chose the profile or who does what."""
+    chosen = (options.profile, options.plan, options.cuts) != (None, None, None)
+    if chosen or link.world_size != setting.world_size:
+        return profile
+    return world_profile(profile, options.device_kinds, link)
 
 
 def _announce() -> Callable[[str], None]:
