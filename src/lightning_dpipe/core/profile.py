@@ -58,6 +58,15 @@ class Link:
         return self.latency_us + -(-num_bytes * 1_000_000 // self.bytes_per_s) if num_bytes else 0
 
 
+Legs = tuple[tuple[int, Link], ...]
+"""A gradient reduction: (participants, link) of each ring that follows the one before it."""
+
+
+def reduce_us(num_bytes: int, legs: Legs) -> int:
+    """Time of summing `num_bytes` over all legs, one after the other."""
+    return sum(link.transfer_us(-(-2 * (n - 1) * num_bytes // n)) for n, link in legs)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Profile:
     """All costs of one model on one kind of device.
@@ -93,6 +102,14 @@ class Profile:
                 "profile this model again"
             )
         return self._by_name[name]
+
+    def link(self, source: int, target: int) -> Link:
+        """The link between two devices of a pipeline: all alike here, see `core.links`."""
+        return self.p2p
+
+    def legs(self, replicas: int, stage: int | None = None) -> Legs:
+        """How the gradients of a stage with so many replicas in all are summed: one ring here."""
+        return ((replicas, self.allreduce),)
 
     def forward_us(self, component: str, start: int, stop: int, samples: int) -> int:
         """Forward time of layers ``[start, stop)`` on `samples` samples."""

@@ -18,6 +18,7 @@ from lightning_dpipe.core.plan import Plan, Stage, default_groups, split_sizes
 from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.planning.auto import Progress, Space, only_backbone, search
 from lightning_dpipe.planning.filling import lower_bound_us
+from lightning_dpipe.planning.network import Network
 from lightning_dpipe.planning.partition import partition
 from lightning_dpipe.planning.schedules.of_plan import schedule_of
 from lightning_dpipe.planning.variants import SELF_CONDITIONING, filler_of, with_fills
@@ -44,6 +45,7 @@ def make_plan(
     cuts: Sequence[int] | None = None,
     probability: float = SELF_CONDITIONING,
     progress: Progress | None = None,
+    network: Network | None = None,
 ) -> Plan:
     """Plan the training of one backbone.
 
@@ -62,6 +64,7 @@ def make_plan(
         cuts: First layer of every stage but the first; by default the fastest slowest stage.
         probability: Share of self-conditioned steps, if the model has them.
         progress: Called during a search, see `auto.Progress`.
+        network: The cluster's nodes and links; pipelines are then put on nodes as fits best.
 
     Raises:
         PlanError: The numbers do not fit each other or the model.
@@ -72,6 +75,7 @@ def make_plan(
     if "auto" in (num_stages, num_microbatches):
         space = _space(num_stages, num_microbatches, world_size, cuts)
         space = replace(space, schedules=(schedule,), fill=fill, probability=probability)
+        space = replace(space, network=network)
         found = search(
             profile, world_size=world_size, batch_size=batch_size, space=space, progress=progress
         )
@@ -87,6 +91,9 @@ def make_plan(
     plan = _fixed_plan(
         profile, world_size, batch_size, num_stages, num_microbatches, schedule, cuts
     )
+    if network is not None:
+        plan = network.place(plan, profile, probability).plan
+        profile = network.placed(profile, plan)
     return plan if filler is None else with_fills(plan, profile, fill=filler)
 
 

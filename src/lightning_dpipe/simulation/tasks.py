@@ -15,7 +15,7 @@ from lightning_dpipe.core.crossings import crossings, loss_stage, stage_reads
 from lightning_dpipe.core.errors import PlanError, ScheduleError
 from lightning_dpipe.core.op import Op, OpKind
 from lightning_dpipe.core.plan import Plan, split_sizes
-from lightning_dpipe.core.profile import Profile
+from lightning_dpipe.core.profile import Profile, reduce_us
 from lightning_dpipe.core.program import StepShape
 from lightning_dpipe.core.schedule import Schedule
 from lightning_dpipe.core.timeline import Activity, FrozenWork
@@ -62,6 +62,7 @@ class _Builder:
         self.transfers: list[Transfer] = []
         self.producers: list[str] = []
         self.host_us: list[int] = []
+        self.traffic: dict[tuple[int, int], int] = {}
         self.edges: dict[tuple[int, int, str], int] = {}
         self.waits: dict[tuple[Op, int], list[int]] = {}
         self.lengths: dict[tuple[int, OpKind, int], int] = {}
@@ -95,6 +96,7 @@ class _Builder:
                 for d in range(plan.num_devices)
             ),
             overhead_us=profile.overhead_us,
+            traffic=self.traffic,
         )
 
     def _row_range(self, stage: int, device: int, microbatch: int) -> tuple[int, int]:
@@ -145,11 +147,11 @@ class _Builder:
         return self.lengths[key]
 
     def _sync_us(self, stage: int) -> int:
-        """Ring all-reduce of a stage's gradients over all its replicas."""
+        """Ring all-reduce of a stage's gradients over all its replicas, leg after leg."""
         s = self.plan.stages[stage]
-        n = len(self.plan.groups) * len(s.devices)
         num_bytes = self.profile.trained_bytes(s.backbone, s.start, s.stop)
-        return self.profile.allreduce.transfer_us(-(-2 * (n - 1) * num_bytes // n))
+        replicas = len(self.plan.groups) * len(s.devices)
+        return reduce_us(num_bytes, self.profile.legs(replicas, stage))
 
     # ---- messages
 
@@ -225,8 +227,10 @@ class _Builder:
         return [i]
 
     def _transfer(self, source: int, target: int, lane: str, num_bytes: int, producer: str) -> int:
-        link = self.profile.p2p
+        link = self.profile.link(source, target)
         local = source == target
+        if not local:
+            self.traffic[source, target] = self.traffic.get((source, target), 0) + num_bytes
         edge = None if local else self.edges.setdefault((source, target, lane), len(self.edges))
         wire_us = 0 if local else max(0, link.transfer_us(num_bytes) - link.latency_us)
         self.transfers.append(
@@ -298,9 +302,10 @@ class _Builder:
         """
         if self.shape.next_sizes is None:
             return []
-        rows, link = self.shape.next_sizes[device], self.profile.p2p
+        rows = self.shape.next_sizes[device]
         spent_us = 0
         for target in range(self.plan.num_devices):
+            link = self.profile.link(device, target)
             stages = self.plan.stages_on(target)
             reads = {v for s in stages for v in stage_reads(self.graph, self.plan.stages, s)}
             for value in reads.intersection(self.graph.side_inputs) if target != device else ():
