@@ -5,8 +5,8 @@
 On paper: Stable Diffusion 2.1 at 512 px (estimated profile, conf/profiles) on 2 and 8 nodes of 8
 A100 (conf/cluster/p4de_8x8.yaml), 8 and 32 samples a device. Gradients are summed inside each node
 first. Pipelines of 8 stages are placed in every regular layout (k stages of each on a node), and as
-`planning/mapping` chooses. card_ms is what the bytes take at the card's full speed. Each placement
-has its own fills.
+`make_plan` with the cluster chooses. card_ms is what the bytes take at the card's full speed. Each
+placement has its own fills.
 """
 
 import sys
@@ -19,24 +19,26 @@ from benchmarks.planner import CONF, cluster_of, shape_of
 from lightning_dpipe.core.cluster import Cluster
 from lightning_dpipe.core.jsonio import load
 from lightning_dpipe.core.profile import Profile
+from lightning_dpipe.planning.mapping import place
 from lightning_dpipe.planning.network import network_of
 from lightning_dpipe.planning.placement import card_bytes, layouts, nodes_of, placed
 from lightning_dpipe.planning.search import make_plan, with_fills
-from lightning_dpipe.planning.variants import SELF_CONDITIONING, expected_us
+from lightning_dpipe.planning.variants import expected_us
 
 NUM_STAGES = 8
 INSIDE = "stages inside a node"
 
 
 def rows_of(profile: Profile, cluster: Cluster, batch_size: int) -> Iterator[dict[str, Any]]:
-    """One row a placement; `gap` is how far the mapping may be from the best one."""
+    """One row a placement; `gap` is how far the exact search left off from its bound."""
     options: dict[str, Any] = {"world_size": cluster.world_size, "batch_size": batch_size}
     plan = make_plan(profile, num_stages=NUM_STAGES, **options)
-    mapped = network_of(cluster).place(plan, profile, SELF_CONDITIONING)
+    mapped = place(plan, profile, cluster)
+    chosen = make_plan(profile, num_stages=NUM_STAGES, network=network_of(cluster), **options)
     plans = {"ddp": make_plan(profile, num_stages=1, num_microbatches=1, **options)}
     for groups in layouts(cluster.world_size, NUM_STAGES, cluster):
         plans[name_of(groups[0], cluster)] = replace(plan, groups=groups)
-    for name, at in {**plans, "mapped": mapped.plan}.items():
+    for name, at in {**plans, "mapped": chosen}.items():
         seen = placed(profile, at, cluster)
         busiest = max(card_bytes(at, profile, cluster))
         yield {
@@ -91,7 +93,7 @@ def main() -> int:
             f"gap_{case}": mapped["gap"],
         }
     report.figures["mapped_over_best_layout_max"] = max(over_best)
-    report.bar("mapped_over_best_layout_max", "<=", 1.001)  # fills differ by as much
+    report.bar("mapped_over_best_layout_max", "<=", 1.0)
     return report.finish(as_json=options.json)
 
 

@@ -127,23 +127,11 @@ def search(
     if best is None:
         raise PlanError(_nothing_fits(profile, space, world_size, batch_size))
     if space.network is not None:
-        best, best_us = on_nodes(best, profile, space.network, filler, space.probability)
+        best, best_us = space.network.place(
+            best, profile, filler=filler, probability=space.probability
+        )
     bound_us = min(queue.bound_us, best_us)
     return Found(plan=best, expected_us=best_us, bound_us=bound_us, num_plans=tried)
-
-
-def on_nodes(
-    plan: Plan, profile: Profile, network: Network, filler: str | None, probability: float
-) -> tuple[Plan, float]:
-    """The plan on the best nodes, filled anew if it moved, and its expected iteration."""
-    mapped = network.place(plan, profile, probability).plan
-    seen = network.placed(profile, mapped)
-    choices = [mapped]
-    if filler is not None and mapped.groups != plan.groups:
-        choices.append(with_fills(mapped, seen, fill=filler))
-    timed = [(expected_us(choice, seen, probability), i) for i, choice in enumerate(choices)]
-    best_us, at = min(timed)
-    return choices[at], best_us
 
 
 def plan_of(base: Plan, cutting: Cutting, stages: tuple[Stage, ...]) -> Plan:

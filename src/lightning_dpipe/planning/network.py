@@ -3,13 +3,14 @@
 In:     a Cluster. Out: the `Network` that `auto.Space` takes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_dpipe.core.cluster import Cluster
 from lightning_dpipe.core.plan import Plan
 from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.planning import placement
-from lightning_dpipe.planning.mapping import Mapped, place
+from lightning_dpipe.planning.mapping import place
+from lightning_dpipe.planning.variants import SELF_CONDITIONING, expected_us, with_fills
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +36,33 @@ class Network:
         """The profile with the links that the plan's pipelines see."""
         return placement.placed(profile, plan, self.cluster)
 
-    def place(self, plan: Plan, profile: Profile, probability: float) -> Mapped:
-        """The plan on its best nodes."""
-        return place(plan, profile, self.cluster, probability=probability)
+    def place(
+        self,
+        plan: Plan,
+        profile: Profile,
+        *,
+        filler: str | None,
+        probability: float = SELF_CONDITIONING,
+    ) -> tuple[Plan, float]:
+        """The plan on its best nodes, with fills for them, and its expected iteration.
+
+        The regular layouts and what `mapping` finds for the plan's own fills are filled anew and
+        compared; among equals the first stays: the plan's own groups.
+        """
+        found = place(plan, profile, self.cluster, probability=probability).plan.groups
+        others = self.layouts(plan.world_size, plan.num_devices)
+        choices: list[Plan] = []
+        for groups in dict.fromkeys((plan.groups, *others, found)):
+            at = replace(plan, groups=groups)
+            if filler is not None and (groups != plan.groups or not plan.fills):
+                at = with_fills(at, self.placed(profile, at), fill=filler)
+            choices.append(at)
+        timed = [
+            (expected_us(at, self.placed(profile, at), probability), i)
+            for i, at in enumerate(choices)
+        ]
+        best_us, index = min(timed)
+        return choices[index], best_us
 
 
 def network_of(cluster: Cluster) -> Network:

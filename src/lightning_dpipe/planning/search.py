@@ -92,8 +92,7 @@ def make_plan(
         profile, world_size, batch_size, num_stages, num_microbatches, schedule, cuts
     )
     if network is not None:
-        plan = network.place(plan, profile, probability).plan
-        profile = network.placed(profile, plan)
+        return network.place(plan, profile, filler=filler, probability=probability)[0]
     return plan if filler is None else with_fills(plan, profile, fill=filler)
 
 
