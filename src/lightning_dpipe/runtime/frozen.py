@@ -43,9 +43,11 @@ class FrozenRunner:
                 outputs = layer.fn(*inputs)
                 outputs = outputs if isinstance(outputs, tuple) else (outputs,)
                 for position, value in layer.writes:
-                    env[value] = outputs[position]
+                    # Between two fills a value lies in rows, contiguous. Kernels give other last
+                    # bits for other strides: with one layout, cutting a chain changes no bit.
+                    env[value] = outputs[position].contiguous()
                     if value in kept:
-                        bank.write(value, work.first, work.last, outputs[position])
+                        bank.write(value, work.first, work.last, env[value])
                 for value in layer.reads:
                     if value not in self._lasting:
                         bank.consume(value, rows, total * self._readers[value])
