@@ -117,6 +117,10 @@ class Engine:
         self._buffers: dict[int, tuple[Tensor, ...]] = {}
         self._scales: dict[tuple[int, float], Tensor] = {}
 
+    def forget(self) -> None:
+        """Drop the buffers of all programs: others will be run."""
+        self._buffers.clear()
+
     def run(self, program: Program, inputs: StepInputs) -> StepResult:
         """Run one step. Gradients accumulate into the stages' parameters.
 

@@ -7,7 +7,7 @@ Out:    session and step runner. A module that an earlier run of this process ha
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from lightning_dpipe.core.errors import UnsupportedError
 from lightning_dpipe.core.jsonio import digest
+from lightning_dpipe.core.plan import Plan
+from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.planning.search import explain
 from lightning_dpipe.runtime.distributed import DistTransport
 from lightning_dpipe.runtime.reduce import Reducer
@@ -81,6 +83,13 @@ class Installation:
             replicas=_replica_group(built, link),
             weights=_weights(module),
         )
+        _INSTALLED[module] = new
+        return new
+
+    def refilled(self, module: DiffusionModule, plan: Plan, profile: Profile) -> "Installation":
+        """The same with other fills, from the next step on."""
+        self.session.refill(plan)
+        new = replace(self, built=replace(self.built, plan=plan, profile=profile))
         _INSTALLED[module] = new
         return new
 

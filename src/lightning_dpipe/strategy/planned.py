@@ -44,6 +44,7 @@ class PlanOptions:
     profile: Profile | Path | None = None
     cuts: tuple[int, ...] | None = None
     budget_s: float = 60.0
+    replans: bool = False
 
     def check(self, world_size: int) -> None:
         """Refuse what no model could make right; needs neither model nor messages.
@@ -120,7 +121,9 @@ def build(spec: PipelineSpec, options: PlanOptions, setting: Setting, link: Host
     link.raise_together(error)
     link.compare("the model's graph", digest(graph))
     profile = None
-    if options.plan is None or (setting.fill and not options.read_plan().fills):
+    if options.plan is None or (
+        setting.fill and (options.replans or not options.read_plan().fills)
+    ):
         profile = _profile(spec, graph, binding, options, setting, link)
     box: tuple[object, object] | None = None
     try:
