@@ -1,6 +1,5 @@
 """New fills from measured times: the decision, the switch on several ranks, and the way back."""
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +26,7 @@ from pipeline import open_session
 from ranks import run_threads
 from small import small_batch, small_unet
 from synthetic import FrozenChain, model_profile
+from thread_link import Joint, ThreadLink
 
 FROZEN = (
     FrozenChain(name="text", forward_us=(120, 120, 120)),
@@ -70,6 +70,18 @@ def test_new_fills_are_faster_under_the_costs_that_were_measured() -> None:
     assert found.profile.overhead_us == PROFILE.overhead_us
 
 
+def test_one_layer_that_got_slow_is_found_by_the_fills_it_ran_in() -> None:
+    plan = plan_for(PROFILE)
+    costs = tuple(scaled(c, 1, 2, 6.0, 1.0) if c.name == "text" else c for c in PROFILE.costs)
+    truth = replace(PROFILE, costs=costs)
+    found = propose(plan, PROFILE, [step_of(plan, truth)] * 3)
+    assert found is not None
+    slow, others = found.profile.component("text").layers[1], found.profile.component("vae").layers
+    assert slow.forward_us[2] > 3 * PROFILE.component("text").layers[1].forward_us[2]
+    assert [x.forward_us for x in others] == [x.forward_us for x in PROFILE.component("vae").layers]
+    assert expected_us(found.plan, truth) < expected_us(plan, truth)
+
+
 def test_the_decision_follows_from_plan_profile_and_timelines_alone() -> None:
     truth = slower(PROFILE, "vae", 3.0)
     plan = plan_for(PROFILE)
@@ -80,33 +92,6 @@ def test_the_decision_follows_from_plan_profile_and_timelines_alone() -> None:
 def test_costs_that_hold_leave_the_fills_as_they_are() -> None:
     plan = plan_for(PROFILE)
     assert propose(plan, PROFILE, [step_of(plan, PROFILE)] * 3) is None
-
-
-class Barrier:
-    """Lets thread ranks exchange objects, as `HostLink` does for processes."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.barrier = threading.Barrier(num_ranks, timeout=20)
-        self.values: list[Any] = [None] * num_ranks
-
-
-@dataclass
-class ThreadLink:
-    rank: int
-    joint: Barrier
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        self.joint.values[self.rank] = value
-        self.joint.barrier.wait()
-        every = list(self.joint.values)
-        self.joint.barrier.wait()
-        return every
-
-    def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        return self.gather_objects(value)[source]
-
-    def compare(self, what: str, mark: str) -> None:
-        assert len(set(self.gather_objects(mark))) == 1, what
 
 
 @dataclass
@@ -122,7 +107,7 @@ def run(
     plan: Plan, truth: Callable[[int, Plan], Profile], *, steps: int, every: int = 5
 ) -> list[Run]:
     """Steps on thread ranks that take what `truth` says, each rank with a replanner of its own."""
-    joint = Barrier(plan.world_size)
+    joint = Joint(plan.world_size)
 
     def work(rank: int, _: ThreadHub) -> Run:
         in_use = [plan]
@@ -203,7 +188,7 @@ def test_unsteady_and_differently_conditioned_steps_are_not_traced() -> None:
         every_n_steps=1,
         plan=plan,
         profile=PROFILE,
-        link=ThreadLink(0, Barrier(1)),
+        link=ThreadLink(0, Joint(1)),
         adopt=lambda *_: None,
     )
     assert not replanner.wants(steady=True, self_conditioned=False)  # the next one is
@@ -217,7 +202,7 @@ def test_unsteady_and_differently_conditioned_steps_are_not_traced() -> None:
 def test_an_interval_below_1_is_refused_and_one_without_fills_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    plan, link = plan_for(PROFILE), ThreadLink(0, Barrier(1))
+    plan, link = plan_for(PROFILE), ThreadLink(0, Joint(1))
     options: dict[str, Any] = {"profile": PROFILE, "link": link, "adopt": lambda *_: None}
     with pytest.raises(PlanError, match="replan_every_n_steps=0"):
         replanner_of(0, plan=plan, **options)
