@@ -32,8 +32,9 @@ class Record(Callback):
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         metrics = {k: float(v) for k, v in trainer.callback_metrics.items()}
-        row = {"plan": digest(trainer.strategy.plan), "settled": digest(trainer.strategy.settled_plan)}
-        self.rows.append({**metrics, **row})
+        strategy = trainer.strategy
+        plans = {"plan": digest(strategy.plan), "settled": digest(strategy.settled_plan)}
+        self.rows.append({**metrics, **plans})
 
 
 def flip(plan: Plan, profile: Profile, *_: Any) -> replan.Proposal:

@@ -1,5 +1,6 @@
 """New fills from measured times: the decision, the switch on several ranks, and the way back."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -239,11 +240,11 @@ def filled_plan() -> tuple[Any, Plan]:
 
 def losses_and_gradients(switches: dict[int, Plan], plan: Plan, graph: Any) -> list[Any]:
     """Six filled steps on two thread ranks, with the fills of ``switches[i]`` from step i on."""
-    hub = ThreadHub(2)
+    hub, base = ThreadHub(2), small_unet()  # made once: its seed is global, threads are not alone
     batches = [[small_batch(3, 10 * step + rank) for rank in range(2)] for step in range(6)]
 
     def work(rank: int, _: ThreadHub) -> Any:
-        session = open_session(small_unet(), graph, plan, rank, hub, None)
+        session = open_session(copy.deepcopy(base), graph, plan, rank, hub, None)
         losses = []
         for step, batch in enumerate(batches):
             if step in switches:
@@ -270,7 +271,6 @@ def test_a_switch_between_two_steps_changes_no_bit() -> None:
     plain = losses_and_gradients({}, plan, graph)
     switched = losses_and_gradients({2: late(plan), 4: plan}, plan, graph)
     for (losses, gradients), (others, other_gradients) in zip(plain, switched, strict=True):
-        assert [*map(str, losses)] == [*map(str, others)]
         for a, b in zip(losses, others, strict=True):
             assert all(torch.equal(a[name], b[name]) for name in a)
         for g, h in zip(gradients, other_gradients, strict=True):
