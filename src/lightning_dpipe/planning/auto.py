@@ -24,7 +24,7 @@ from lightning_dpipe.planning.backlog import FrozenCosts
 from lightning_dpipe.planning.best_first import cuts_by_bound, expected_least_us, stages_of
 from lightning_dpipe.planning.bounds import ChainBounds
 from lightning_dpipe.planning.filling import least_frozen_us
-from lightning_dpipe.planning.network import Network
+from lightning_dpipe.planning.network import Network as Network
 from lightning_dpipe.planning.placement import best_of
 from lightning_dpipe.planning.rounds import Chains, Config, Rounds
 from lightning_dpipe.planning.stage_costs import BackboneCosts, Cutting

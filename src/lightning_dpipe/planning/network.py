@@ -6,11 +6,17 @@ In:     a Cluster. Out: the `Network` that `auto.Space` takes.
 from dataclasses import dataclass, replace
 
 from lightning_dpipe.core.cluster import Cluster
-from lightning_dpipe.core.plan import Plan
-from lightning_dpipe.core.profile import Profile
+from lightning_dpipe.core.plan import Plan, default_groups
+from lightning_dpipe.core.profile import Legs, Link, Profile
 from lightning_dpipe.planning import placement
 from lightning_dpipe.planning.mapping import place
 from lightning_dpipe.planning.variants import SELF_CONDITIONING, expected_us, with_fills
+
+EXACT_WORLD = 16
+"""Ranks up to which a search looks beyond regular layouts; it cannot get through on larger ones."""
+
+SEARCHED_PARTS = 64
+"""Parts of assignments that a search looks at: a second or two with many micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +24,16 @@ class Network:
     """Ranks on the nodes of `cluster`, numbered node by node."""
 
     cluster: Cluster
+
+    def __call__(self, profile: Profile, num_devices: int) -> Profile:
+        """A plain profile for pipelines of `num_devices` on consecutive ranks of all nodes.
+
+        Its ring takes as long as the legs of stages that have one device in each pipeline.
+        """
+        groups = default_groups(self.cluster.world_size, num_devices)
+        least = placement.least(profile, groups, self.cluster)
+        ring = one_ring(least.legs(len(groups)), len(groups))
+        return replace(profile, p2p=least.p2p, allreduce=ring)
 
     def layouts(self, world_size: int, num_devices: int) -> tuple[placement.Groups, ...]:
         """Groups to choose from, consecutive ranks first.
@@ -49,7 +65,10 @@ class Network:
         The regular layouts and what `mapping` finds for the plan's own fills are filled anew and
         compared; among equals the first stays: the plan's own groups.
         """
-        found = place(plan, profile, self.cluster, probability=probability).plan.groups
+        parts = SEARCHED_PARTS if plan.world_size <= EXACT_WORLD else 0
+        found = place(
+            plan, profile, self.cluster, probability=probability, max_parts=parts
+        ).plan.groups
         others = self.layouts(plan.world_size, plan.num_devices)
         choices: list[Plan] = []
         for groups in dict.fromkeys((plan.groups, *others, found)):
@@ -63,6 +82,19 @@ class Network:
         ]
         best_us, index = min(timed)
         return choices[index], best_us
+
+
+def one_ring(legs: Legs, replicas: int) -> Link:
+    """The link over which a single ring of all replicas takes as long as the legs do."""
+    busy = [(2 * (n - 1) / n, link) for n, link in legs if n > 1]
+    if not busy:
+        return legs[0][1]
+    seconds_a_byte = sum(share / link.bytes_per_s for share, link in busy)
+    return Link(
+        latency_us=sum(link.latency_us for _, link in busy),
+        bytes_per_s=round(2 * (replicas - 1) / replicas / seconds_a_byte),
+        host_us=sum(link.host_us for _, link in busy),
+    )
 
 
 def network_of(cluster: Cluster) -> Network:

@@ -1,3 +1,6 @@
+import pytest
+
+from lightning_dpipe.core.profile import Profile, reduce_us
 from lightning_dpipe.planning.auto import Space, search
 from lightning_dpipe.planning.network import network_of
 from lightning_dpipe.planning.placement import layouts
@@ -43,6 +46,21 @@ def test_a_plan_of_fixed_stages_is_mapped_and_filled_under_its_links() -> None:
     assert plan.groups == layouts(8, 2, network.cluster)[1]
     placed_us, kept_us = (expected_us(p, network.placed(profile, p)) for p in (plan, kept))
     assert placed_us < kept_us
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 4, 8, 16])
+def test_one_ring_takes_as_long_as_the_legs(num_devices: int) -> None:
+    profile = model_profile([100] * 16, frozen=FROZEN, trained_bytes=10**8)
+    network = network_of(cluster_of(4))
+    plan = make_plan(profile, world_size=16, batch_size=16, num_stages=num_devices)
+    plain, seen = network(profile, num_devices), network.placed(profile, plan)
+    replicas = len(plan.groups)
+    took_us = reduce_us(10**9, plain.legs(replicas))
+    assert type(plain) is Profile
+    assert took_us == pytest.approx(reduce_us(10**9, seen.legs(replicas, 0)), rel=1e-6, abs=1)
+    assert plain.p2p == (
+        cluster_of(4).inside if num_devices <= 4 else network.least(profile, plan.groups).p2p
+    )
 
 
 def test_in_one_node_nothing_moves() -> None:
