@@ -1,7 +1,7 @@
 """Runs a spec over a thread hub as real sessions do, one thread per rank."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from lightning_dpipe.models.liveness import trace
 from lightning_dpipe.models.spec import PipelineSpec
 from lightning_dpipe.runtime.reduce import Reducer, ThreadReduction
 from lightning_dpipe.runtime.threads import ThreadHub
+from lightning_dpipe.runtime.transport import Transport
 from lightning_dpipe.strategy.assemble import PipelineSession
 from ranks import run_threads
 
@@ -56,6 +57,45 @@ def make_plan(
     )
 
 
+def opposite_plan(
+    graph: ModelGraph,
+    cuts: Sequence[Sequence[int]],
+    *,
+    num_microbatches: int,
+    batch_size: int,
+    schedule: str = "1f1b",
+    groups: int = 1,
+    replicas: int = 1,
+    fills: tuple[Fill, ...] = (),
+) -> Plan:
+    """A plan for several backbones: the first down the devices, the second up, and so on.
+
+    `cuts` are those of each backbone; every place of the pipeline is `replicas` devices.
+    """
+    places = [tuple(range(i, i + replicas)) for i in range(0, 10**3, replicas)]
+    places = places[: len(cuts[0]) + 1]
+    stages: list[Stage] = []
+    for k, (backbone, own) in enumerate(zip(graph.backbones, cuts, strict=True)):
+        borders = [0, *own, len(backbone.layers)]
+        homes = places[: len(own) + 1] if k % 2 == 0 else places[::-1][: len(own) + 1]
+        stages += [
+            Stage(backbone=backbone.name, start=a, stop=b, devices=home)
+            for a, b, home in zip(borders[:-1], borders[1:], homes, strict=True)
+        ]
+    num_devices = len(places) * replicas
+    return Plan(
+        graph_digest=digest(graph),
+        profile_digest="test",
+        groups=default_groups(num_devices * groups, num_devices),
+        stages=tuple(stages),
+        num_microbatches=num_microbatches,
+        batch_size=batch_size,
+        schedule=schedule,
+        fills=fills,
+        conditioned=None if graph.feedback is None else graph.feedback.backbone,
+    )
+
+
 @dataclass
 class RankOutcome:
     """What one rank's run left."""
@@ -70,16 +110,16 @@ def open_session(
     graph: ModelGraph,
     plan: Plan,
     rank: int,
-    hub: ThreadHub,
+    transport: Transport,
     reducer: Reducer | None,
 ) -> PipelineSession:
-    """A session of one rank over threads."""
+    """A session of one rank."""
     return PipelineSession(
         graph=graph,
         binding=bind(spec, graph),
         plan=plan,
         rank=rank,
-        transport=hub.transport(rank),
+        transport=transport,
         device=torch.device("cpu"),
         seed=7,
         reducer=reducer,
@@ -112,29 +152,11 @@ def run_pipeline(
 
     def work(rank: int) -> None:
         spec = copy.deepcopy(base)
-        group, _ = plan.locate(rank)
-        session = open_session(spec, graph, plan, rank, hub, reducers.get(rank))
+        session = open_session(spec, graph, plan, rank, hub.transport(rank), reducers.get(rank))
         parameters = [p for s in session.stages.values() for p in s.parameters]
         outcome = outcomes[rank] = RankOutcome([], spec, parameters)
-        ranks = plan.groups[group]
-        for step, batch in enumerate(batches):
-            following = batches[step + 1] if filled and step + 1 < len(batches) else None
-            sizes = tuple(_rows(batch[r]) for r in ranks)
-            total = sum(_rows(x) for x in batch)
-            last = (step + 1) % accumulate == 0 or step + 1 == len(batches)
-            result = session.step(
-                batch[rank],
-                sizes=sizes,
-                batch_index=step,
-                loss_scale=1.0 / (total * accumulate),
-                next_batch=None if following is None else following[rank],
-                next_sizes=None if following is None else tuple(_rows(following[r]) for r in ranks),
-                self_conditioned=bool(coins and coins[step]),
-                reduce=last,
-            )
-            if last:
-                session.wait_reduction()
-            outcome.loss_sums.append(sum(float(x) for x in result.loss_sum.values()))
+        for step, loss in enumerate(steps(session, batches, filled, coins, accumulate)):
+            outcome.loss_sums.append(loss)
             if after_step is not None:
                 after_step(step, outcome)
 
@@ -142,19 +164,52 @@ def run_pipeline(
     return outcomes
 
 
+def steps(
+    session: PipelineSession,
+    batches: Sequence[Sequence[Mapping[str, Tensor]]],
+    filled: bool = False,
+    coins: Sequence[bool] | None = None,
+    accumulate: int = 1,
+) -> Iterator[float]:
+    """Run one rank's share of ``batches[step][rank]``; yields the sum of its samples' losses."""
+    rank, ranks = session.rank, session.plan.groups[session.group]
+    for step, batch in enumerate(batches):
+        following = batches[step + 1] if filled and step + 1 < len(batches) else None
+        last = (step + 1) % accumulate == 0 or step + 1 == len(batches)
+        result = session.step(
+            batch[rank],
+            sizes=tuple(_rows(batch[r]) for r in ranks),
+            batch_index=step,
+            loss_scale=1.0 / (sum(map(_rows, batch)) * accumulate),
+            next_batch=None if following is None else following[rank],
+            next_sizes=None if following is None else tuple(_rows(following[r]) for r in ranks),
+            self_conditioned=bool(coins and coins[step]),
+            reduce=last,
+        )
+        if last:
+            session.wait_reduction()
+        yield sum(float(x) for x in result.loss_sum.values())
+
+
 def _rows(fields: Mapping[str, Tensor]) -> int:
     return len(next(iter(fields.values())))
 
 
 def gather_gradients(plan: Plan, outcomes: Sequence[RankOutcome]) -> dict[str, Tensor | None]:
-    """Gradient of every trained weight by layer name, from the ranks of group 0 that hold it."""
+    """Gradient of every trained weight by backbone and layer, from group 0's ranks."""
     found: dict[str, Tensor | None] = {}
-    for device, rank in enumerate(plan.groups[0]):
-        for index in plan.stages_on(device):
-            stage = plan.stages[index]
-            backbone = outcomes[rank].spec.component(stage.backbone)
-            for layer in backbone.layers[stage.start : stage.stop]:
-                for i, p in enumerate(layer.parameters()):
-                    if p.requires_grad:
-                        found[f"{layer.name}.{i}"] = p.grad
+    for rank in plan.groups[0]:
+        found |= own_gradients(plan, rank, outcomes[rank].spec)
+    return found
+
+
+def own_gradients(plan: Plan, rank: int, spec: PipelineSpec) -> dict[str, Tensor | None]:
+    """Gradients of the weights that a rank trains, by backbone and layer."""
+    found: dict[str, Tensor | None] = {}
+    for index in plan.stages_on(plan.locate(rank)[1]):
+        stage = plan.stages[index]
+        for layer in spec.component(stage.backbone).layers[stage.start : stage.stop]:
+            for i, p in enumerate(layer.parameters()):
+                if p.requires_grad:
+                    found[f"{stage.backbone}.{layer.name}.{i}"] = p.grad
     return found

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from lightning_dpipe.core.errors import PlanError
 from lightning_dpipe.core.op import Op
+from lightning_dpipe.core.origin import Origin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +26,10 @@ class Stage:
 class Fill:
     """After op `after` on `device`, run layers ``[start, stop)`` of `component` for the next batch.
 
-    Samples ``[first, last)`` are positions in the rank's own local batch. `after` None means
-    before the device's first op. `self_conditioned` says which of the two schedules it belongs to.
+    Samples ``[first, last)`` are positions in the local batch of device `owner` of the same group
+    (None: of the device itself). Whoever runs the first layer on a sample runs all of them: what
+    travels is the owner's batch fields and what is encoded from them. `after` None means before the
+    device's first op. `self_conditioned` says which of the two schedules it belongs to.
     """
 
     device: int
@@ -37,6 +40,12 @@ class Fill:
     first: int
     last: int
     self_conditioned: bool = False
+    owner: int | None = None
+
+    @property
+    def home(self) -> int:
+        """The device whose local batch the samples are from."""
+        return self.device if self.owner is None else self.owner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +54,13 @@ class Plan:
 
     `groups[g][d]` is the global rank of device `d` in pipeline group `g`; groups are replicas of
     the whole pipeline. `batch_size` is per device, as under DDP, so a group's micro-batches cut
-    ``batch_size * num_devices`` samples. `fills` is empty when frozen work runs up front.
+    ``batch_size * num_devices`` samples. `fills` is empty when frozen work runs up front. `origin`
+    says what the digests stand for.
+
+    With several backbones `stages` lists one backbone after the other, each in ascending layer
+    order, and their ops share the devices: `lengths` are the relative lengths of each stage's
+    forward and backward by which they are put in order (empty: 1 and 2), `conditioned` is the
+    backbone whose steps may be self-conditioned.
     """
 
     graph_digest: str
@@ -57,6 +72,9 @@ class Plan:
     schedule: str
     fills: tuple[Fill, ...] = ()
     version: int = 1
+    origin: Origin | None = None
+    lengths: tuple[tuple[int, int], ...] = ()
+    conditioned: str | None = None
 
     def __post_init__(self) -> None:
         sizes = {len(group) for group in self.groups}
@@ -70,6 +88,11 @@ class Plan:
             raise PlanError(
                 f"num_microbatches={self.num_microbatches}, batch_size={self.batch_size}; "
                 "both must be at least 1"
+            )
+        if self.lengths and len(self.lengths) != len(self.stages):
+            raise PlanError(
+                f"{len(self.lengths)} pairs of lengths for {len(self.stages)} stages; give one "
+                "(forward, backward) per stage, or none"
             )
 
     @property
@@ -96,6 +119,14 @@ class Plan:
         for ranks in self.groups:
             for device, rank in enumerate(ranks):
                 found.setdefault(self.stages_on(device), []).append(rank)
+        return tuple(map(tuple, found.values()))
+
+    @property
+    def chains(self) -> tuple[tuple[int, ...], ...]:
+        """Indices of each backbone's stages, in layer order, by backbone."""
+        found: dict[str, list[int]] = {}
+        for index, stage in enumerate(self.stages):
+            found.setdefault(stage.backbone, []).append(index)
         return tuple(map(tuple, found.values()))
 
     def stages_on(self, device: int) -> tuple[int, ...]:

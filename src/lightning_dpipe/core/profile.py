@@ -68,11 +68,38 @@ def reduce_us(num_bytes: int, legs: Legs) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Links:
+    """What the devices of a pipeline see once it is known on which nodes they are.
+
+    `edges` are (source, target, link) between devices of a pipeline, `stages[s]` the legs of a
+    stage: inside each node, then over nodes. `replicas` are (n, legs) of any stage with n replicas
+    in all, for bounds on plans whose stages are not known yet.
+    """
+
+    edges: tuple[tuple[int, int, Link], ...]
+    stages: tuple[Legs, ...] = ()
+    replicas: tuple[tuple[int, Legs], ...] = ()
+
+    @cached_property
+    def by_edge(self) -> Mapping[tuple[int, int], Link]:
+        """The link from one device to another."""
+        return {(source, target): link for source, target, link in self.edges}
+
+    @cached_property
+    def by_replicas(self) -> Mapping[int, Legs]:
+        """The least legs of a number of replicas."""
+        return dict(self.replicas)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Profile:
     """All costs of one model on one kind of device.
 
-    `overhead_us` is what an iteration costs beside its ops (loop, logging, loss exchange).
-    `estimated` marks times that were computed (roofline) rather than measured.
+    `overhead_us` is what an iteration costs beside its ops (loop, logging, loss exchange),
+    `fill_us` what starting one piece of frozen work costs beside its layers (Python, launches,
+    keeping the rows).
+    `estimated` marks times that were computed (roofline) rather than measured. With `links` the
+    devices of a pipeline are known to be on nodes, and `p2p` and `allreduce` hold for none of them.
     """
 
     graph: ModelGraph
@@ -82,9 +109,11 @@ class Profile:
     device: str
     dtype: str
     overhead_us: int = 0
+    fill_us: int = 0
     memory_bytes: int | None = None
     estimated: bool = False
     versions: Mapping[str, str] = field(default_factory=dict)
+    links: Links | None = None
 
     @cached_property
     def _by_name(self) -> dict[str, ComponentCost]:
@@ -104,12 +133,19 @@ class Profile:
         return self._by_name[name]
 
     def link(self, source: int, target: int) -> Link:
-        """The link between two devices of a pipeline: all alike here, see `core.links`."""
-        return self.p2p
+        """The link between two devices of a pipeline."""
+        return (
+            self.p2p if self.links is None else self.links.by_edge.get((source, target), self.p2p)
+        )
 
     def legs(self, replicas: int, stage: int | None = None) -> Legs:
-        """How the gradients of a stage with so many replicas in all are summed: one ring here."""
-        return ((replicas, self.allreduce),)
+        """How the gradients of a stage with so many replicas in all are summed."""
+        one_ring = ((replicas, self.allreduce),)
+        if self.links is None:
+            return one_ring
+        if stage is not None and self.links.stages:
+            return self.links.stages[stage]
+        return self.links.by_replicas.get(replicas, one_ring)
 
     def forward_us(self, component: str, start: int, stop: int, samples: int) -> int:
         """Forward time of layers ``[start, stop)`` on `samples` samples."""

@@ -165,13 +165,13 @@ def _configs(
 ) -> Iterator[Config]:
     """Every combination of devices, micro-batches, stages and schedule that the space allows."""
     backbone = only_backbone(profile)
-    frozen_us = least_frozen_us(FrozenCosts.of(profile, samples=batch_size, overhead_us=0))
-    for num_devices in _group_devices(space, world_size):
+    frozen_us = least_frozen_us(FrozenCosts.of(profile, samples=batch_size))
+    for num_devices in group_devices(space, world_size):
         batch = batch_size * num_devices
         placements = _placements(profile, backbone, space, world_size, num_devices)
         least = BackboneCosts(_best_links(profile, placements), backbone)
         stages = _stage_choices(space, num_devices, least.num_layers)
-        choices = itertools.product(_microbatch_choices(space, batch), space.schedules)
+        choices = itertools.product(microbatch_choices(space, batch), space.schedules)
         for num_microbatches, schedule in choices:
             plain = Cutting(
                 sizes=split_sizes(batch, num_microbatches),
@@ -187,6 +187,7 @@ def _configs(
                 frozen_us=frozen_us,
                 hidden=hidden,
                 probability=space.probability,
+                shared=filler_of(space.fill) == "auto",
             )
             if stages:
                 yield from _pipelines(placements, least, plain, stages, space, bounds)
@@ -228,6 +229,7 @@ def _chain_bounds(
     frozen_us: int,
     hidden: bool,
     probability: float,
+    shared: bool,
 ) -> Variants:
     return tuple(
         (
@@ -238,6 +240,7 @@ def _chain_bounds(
                 max_stages=max_stages,
                 frozen_us=frozen_us,
                 hidden=hidden,
+                shared=shared,
             ),
         )
         for conditioned, share in variants_of(costs.profile.graph, probability)
@@ -300,7 +303,8 @@ def _buckets(
     return Config(groups=groups, cutting=cutting, bound_us=bound_us, chains=chains)
 
 
-def _group_devices(space: Space, world_size: int) -> list[int]:
+def group_devices(space: Space, world_size: int) -> list[int]:
+    """Devices of a pipeline group that the search tries."""
     if space.group_devices is not None:
         default_groups(world_size, space.group_devices)  # refuses what does not divide the world
         return [space.group_devices]
@@ -314,7 +318,8 @@ def _stage_choices(space: Space, num_devices: int, num_layers: int) -> list[int]
     return [s for s in choices if space.num_stages in (None, s)]
 
 
-def _microbatch_choices(space: Space, batch: int) -> list[int]:
+def microbatch_choices(space: Space, batch: int) -> list[int]:
+    """Micro-batches that the search tries for a group's batch of so many samples."""
     if space.num_microbatches is not None:
         return [space.num_microbatches] if 1 <= space.num_microbatches <= batch else []
     return [m for m in MICROBATCHES if m <= batch]

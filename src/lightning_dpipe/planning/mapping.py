@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_dpipe.core.cluster import Cluster
-from lightning_dpipe.core.links import Links, placed_profile
 from lightning_dpipe.core.plan import Plan
-from lightning_dpipe.core.profile import Legs, Profile
+from lightning_dpipe.core.profile import Legs, Links, Profile
 from lightning_dpipe.planning.placement import (
     Nodes,
     bytes_on,
@@ -110,7 +109,7 @@ class _Costs:
         self.traffic = traffic(plan, profile)
         self.classes, self.gradients = same_stages(plan), gradient_bytes(plan, profile)
         self.p2p = merged([cluster.inside, cluster.between], best=True)
-        self.simulated: dict[object, float] = {}
+        self.simulated: dict[Links, float] = {}
 
     def of(self, nodes: Nodes) -> Cost:
         """Iteration and bytes of a whole assignment."""
@@ -124,10 +123,10 @@ class _Costs:
             for devices, local in zip(self.classes, counts, strict=True)
         ]
         legs = {d: of_class[i] for i, devices in enumerate(self.classes) for d in devices}
+        edges = edges_of(nodes, self.cluster) if nodes else {}
         links = Links(
-            edges=edges_of(nodes, self.cluster) if nodes else {},
+            edges=tuple((a, b, link) for (a, b), link in edges.items()),
             stages=tuple(legs[stage.devices[0]] for stage in self.plan.stages),
-            replicas={},
         )
         return self._cost(links, nodes)
 
@@ -162,11 +161,10 @@ class _Costs:
         return least
 
     def _simulated_us(self, links: Links) -> float:
-        key = (tuple(links.edges.items()), links.stages)
-        if key not in self.simulated:
-            seen = placed_profile(self.profile, links, p2p=self.p2p)
-            self.simulated[key] = expected_us(self.plan, seen, self.probability)
-        return self.simulated[key]
+        if links not in self.simulated:
+            seen = replace(self.profile, links=links, p2p=self.p2p)
+            self.simulated[links] = expected_us(self.plan, seen, self.probability)
+        return self.simulated[links]
 
 
 class _Search:

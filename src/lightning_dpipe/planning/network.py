@@ -33,7 +33,7 @@ class Network:
         groups = default_groups(self.cluster.world_size, num_devices)
         least = placement.least(profile, groups, self.cluster)
         ring = one_ring(least.legs(len(groups)), len(groups))
-        return replace(profile, p2p=least.p2p, allreduce=ring)
+        return replace(profile, p2p=least.p2p, allreduce=ring, links=None)
 
     def layouts(self, world_size: int, num_devices: int) -> tuple[placement.Groups, ...]:
         """Groups to choose from, consecutive ranks first.

@@ -18,9 +18,8 @@ from dataclasses import replace
 
 from lightning_dpipe.core.cluster import Cluster
 from lightning_dpipe.core.errors import PlanError
-from lightning_dpipe.core.links import Links, PlacedProfile, placed_profile
 from lightning_dpipe.core.plan import Plan, default_groups
-from lightning_dpipe.core.profile import Legs, Link, Profile
+from lightning_dpipe.core.profile import Legs, Link, Links, Profile
 from lightning_dpipe.core.program import StepShape
 from lightning_dpipe.planning.schedules.of_plan import schedule_of
 from lightning_dpipe.simulation.tasks import task_graph
@@ -89,18 +88,17 @@ def links_of(plan: Plan, nodes: Nodes, cluster: Cluster) -> Links:
     reduced = reductions(classes, nodes, cluster)
     legs = {device: reduced[i] for i, devices in enumerate(classes) for device in devices}
     return Links(
-        edges=edges_of(nodes, cluster),
+        edges=tuple((a, b, link) for (a, b), link in edges_of(nodes, cluster).items()),
         stages=tuple(legs[stage.devices[0]] for stage in plan.stages),
-        replicas={},
     )
 
 
-def placed(profile: Profile, plan: Plan, cluster: Cluster) -> PlacedProfile:
+def placed(profile: Profile, plan: Plan, cluster: Cluster) -> Profile:
     """The profile with the links that the pipelines of `plan` see where its groups put them."""
-    return placed_profile(profile, links_of(plan, nodes_of(plan.groups, cluster), cluster))
+    return replace(profile, links=links_of(plan, nodes_of(plan.groups, cluster), cluster))
 
 
-def least(profile: Profile, groups: Groups, cluster: Cluster) -> PlacedProfile:
+def least(profile: Profile, groups: Groups, cluster: Cluster) -> Profile:
     """The profile with links that no plan on `groups` beats, whatever its stages."""
     nodes = nodes_of(groups, cluster)
     num_devices = len(groups[0])
@@ -108,24 +106,24 @@ def least(profile: Profile, groups: Groups, cluster: Cluster) -> PlacedProfile:
     ahead = [edges[a, b] for a in range(num_devices) for b in range(a + 1, num_devices)]
     ahead += [edges[b, a] for a in range(num_devices) for b in range(a + 1, num_devices)]
     counts = [Counter(group[d] for group in nodes) for d in range(num_devices)]
-    by_replicas = {}
+    by_replicas = []
     for replicas in range(1, num_devices + 1):
         choices = []
         for first in range(num_devices - replicas + 1):
             own = _joined(counts[first : first + replicas])
             others = counts[:first] + counts[first + replicas :]
             choices.append(_legs(own, _sharing([own, *others]), cluster))
-        by_replicas[replicas * len(groups)] = _least_legs(choices)
-    links = Links(edges={}, replicas=by_replicas)
-    return placed_profile(profile, links, p2p=merged(ahead or [cluster.inside], best=True))
+        by_replicas.append((replicas * len(groups), _least_legs(choices)))
+    links = Links(edges=(), replicas=tuple(by_replicas))
+    return replace(profile, links=links, p2p=merged(ahead or [cluster.inside], best=True))
 
 
-def best_of(profiles: Sequence[Profile]) -> PlacedProfile:
+def best_of(profiles: Sequence[Profile]) -> Profile:
     """The profile with links that no plan beats on the groups of any of these `least` ones."""
-    found = [p.links for p in profiles if isinstance(p, PlacedProfile)]
-    replicas = {n: _least_legs([links.replicas[n] for links in found]) for n in found[0].replicas}
+    found = [p.links.by_replicas for p in profiles if p.links is not None]
+    replicas = tuple((n, _least_legs([legs[n] for legs in found])) for n in found[0])
     p2p = merged([p.p2p for p in profiles], best=True)
-    return placed_profile(profiles[0], Links(edges={}, replicas=replicas), p2p=p2p)
+    return replace(profiles[0], links=Links(edges=(), replicas=replicas), p2p=p2p)
 
 
 def reductions(classes: Sequence[tuple[int, ...]], nodes: Nodes, cluster: Cluster) -> list[Legs]:

@@ -77,7 +77,7 @@ def _frozen_factors(
     profiled: dict[tuple[str, int], float] = defaultdict(float)
     for (_, label), lengths in _by_key(spans, lambda s: (s.device, s.label)).items():
         work = FrozenWork.parse(label)
-        took_us = statistics.median(lengths)
+        took_us = max(0, statistics.median(lengths) - profile.fill_us)
         expected_us = profile.forward_us(
             work.component, work.start, work.stop, work.last - work.first
         )

@@ -10,7 +10,7 @@ last stage of its pipeline, so it has the loss. The back-propagation happens ins
 """
 
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -27,6 +27,8 @@ from torch.optim import Optimizer
 from lightning_dpipe.core.plan import Plan
 from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.core.timeline import Activity
+from lightning_dpipe.planning.opposite import Cuts
+from lightning_dpipe.planning.search import Auto
 from lightning_dpipe.runtime.reduce import open_reducer
 from lightning_dpipe.strategy import checkpoint as files
 from lightning_dpipe.strategy.batch_size import find_batch_size
@@ -57,12 +59,14 @@ class DiffusionPipeStrategy(RankedStrategy):
 
     Args:
         num_stages: Devices of one pipeline; by default all ranks. World size must be a multiple.
-        num_microbatches: Parts of a pipeline's joint batch; by default 4 x stages, at most its
-            samples. (`accumulate_grad_batches` counts whole global batches on top of that.)
+            "auto" searches for the fastest plan: stages, replicas and micro-batches.
+        num_microbatches: Parts of a pipeline's joint batch, or "auto"; by default 4 x stages, at
+            most its samples. (`accumulate_grad_batches` counts whole global batches.)
         schedule: Name of the order of forward and backward work.
-        plan: A plan, or the file of one (`dpipe plan`), instead of making one.
+        plan: A plan, or the file of one (`dpipe plan`): decides all of the above.
         profile: A profile, or the file of one, instead of measuring the model.
-        cuts: First layer of every stage but the first, instead of balanced stages.
+        cuts: First layer of every stage but the first, instead of balanced stages; by backbone if
+            there are several.
         batch_size: Samples per device, if the loader does not say.
         replan_every_n_steps: Steps after which filled bubbles are filled anew from measured times.
         weights_only: As in ``torch.load``, for checkpoints to resume from: Lightning does not hand
@@ -74,12 +78,12 @@ class DiffusionPipeStrategy(RankedStrategy):
     def __init__(
         self,
         *,
-        num_stages: int | None = None,
-        num_microbatches: int | None = None,
+        num_stages: int | Auto | None = None,
+        num_microbatches: int | Auto | None = None,
         schedule: str = "1f1b",
         plan: Plan | Path | str | None = None,
         profile: Profile | Path | str | None = None,
-        cuts: Sequence[int] | None = None,
+        cuts: Cuts | None = None,
         batch_size: int | None = None,
         replan_every_n_steps: int | None = None,
         weights_only: bool | None = None,
@@ -94,7 +98,7 @@ class DiffusionPipeStrategy(RankedStrategy):
             schedule=schedule,
             plan=Path(plan) if isinstance(plan, str) else plan,
             profile=Path(profile) if isinstance(profile, str) else profile,
-            cuts=None if cuts is None else tuple(cuts),
+            cuts=cuts if cuts is None or isinstance(cuts, Mapping) else tuple(cuts),
             replans=replan_every_n_steps is not None,
         )
         self.logs_global = True  # losses are equal on all ranks: nothing to reduce when logging
@@ -129,9 +133,9 @@ class DiffusionPipeStrategy(RankedStrategy):
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank computes the loss."""
+        """Whether this rank computes a backbone's loss."""
         _, device = self.plan.locate(self.global_rank)
-        return len(self.plan.stages) - 1 in self.plan.stages_on(device)
+        return any(chain[-1] in self.plan.stages_on(device) for chain in self.plan.chains)
 
     @property
     def replica_group(self) -> Any:
@@ -202,6 +206,7 @@ class DiffusionPipeStrategy(RankedStrategy):
             precision=precision,
             autocast=torch.bfloat16 if precision == "bf16-mixed" else None,
             fill=fill,
+            training=trainer.state.fn == TrainerFn.FITTING,
         )
 
     def _install(self, setting: Setting) -> None:
