@@ -243,7 +243,7 @@ def losses_and_gradients(switches: dict[int, Plan], plan: Plan, graph: Any) -> l
     batches = [[small_batch(3, 10 * step + rank) for rank in range(2)] for step in range(6)]
 
     def work(rank: int, _: ThreadHub) -> Any:
-        session = open_session(copy.deepcopy(base), graph, plan, rank, hub, None)
+        session = open_session(copy.deepcopy(base), graph, plan, rank, hub.transport(rank), None)
         losses = []
         for step, batch in enumerate(batches):
             if step in switches:
@@ -281,7 +281,7 @@ def test_only_fills_may_change_in_a_session() -> None:
     hub = ThreadHub(2)
 
     def work(rank: int, _: ThreadHub) -> None:
-        session = open_session(small_unet(), graph, plan, rank, hub, None)
+        session = open_session(small_unet(), graph, plan, rank, hub.transport(rank), None)
         with pytest.raises(PlanError, match="in more than its fills"):
             session.refill(replace(plan, num_microbatches=2))
 
