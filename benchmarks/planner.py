@@ -11,6 +11,7 @@
     Where data parallelism is the best plan it hides how well pipelines are planned, so our best one
     of 2 to 4 stages is compared with the paper's too.
 (c) Processor seconds of planning, 8 to 1024 devices.
+(d) Printed only: bytes per network card by placement, see `benchmarks.mapping`.
 """
 
 import math
@@ -28,7 +29,7 @@ from lightning_dpipe.core.cluster import Cluster
 from lightning_dpipe.core.graph import FeedbackNode, Value
 from lightning_dpipe.core.jsonio import load
 from lightning_dpipe.core.plan import Plan, split_sizes
-from lightning_dpipe.core.profile import Profile
+from lightning_dpipe.core.profile import Profile, reduce_us
 from lightning_dpipe.core.timeline import Activity
 from lightning_dpipe.planning.auto import Found, Space, search
 from lightning_dpipe.planning.backlog import FrozenCosts
@@ -103,9 +104,9 @@ class Cell:
     world: int
     batch_size: int
 
-    def seen(self, num_devices: int) -> Profile:
-        """The profile with the links that pipelines of so many devices see."""
-        return network_of(self.cluster)(self.profile, num_devices)
+    def seen(self, plan: Plan) -> Profile:
+        """The profile with the links that the plan's pipelines see."""
+        return network_of(self.cluster).placed(self.profile, plan)
 
 
 def cells(profiles: dict[str, Profile], quick: bool) -> Iterator[Cell]:
@@ -178,7 +179,7 @@ def least_work_us(profile: Profile, batch_size: int) -> float:
 
 def ddp_us(cell: Cell) -> float:
     """DDP: encodes first, accumulates what memory asks for, reduces under the last backward."""
-    profile = cell.seen(1)
+    profile = cell.profile
     name = profile.graph.backbones[0].name
     layers = (name, 0, len(profile.component(name).layers))
     frozen_us = sum(
@@ -198,8 +199,8 @@ def ddp_us(cell: Cell) -> float:
     sizes = split_sizes(cell.batch_size, microbatches)
     forward_us = sum(profile.forward_us(*layers, n) for n in sizes)
     backward_us = sum(profile.backward_us(*layers, n) for n in sizes)
-    num_bytes = -(-2 * (cell.world - 1) * profile.trained_bytes(*layers) // cell.world)
-    exposed_us = profile.allreduce.transfer_us(num_bytes) - profile.backward_us(*layers, sizes[-1])
+    reduced_us = reduce_us(profile.trained_bytes(*layers), cell.seen(plan).legs(cell.world, 0))
+    exposed_us = reduced_us - profile.backward_us(*layers, sizes[-1])
     return (
         frozen_us
         + (1 + conditioned_share(profile)) * forward_us
@@ -212,9 +213,8 @@ def ddp_us(cell: Cell) -> float:
 
 def gpipe_us(cell: Cell) -> float:
     """GPipe with 2 stages and 4 micro-batches, frozen work first, memory not limited."""
-    profile = cell.seen(2)
     plan = make_plan(
-        profile,
+        cell.profile,
         world_size=cell.world,
         batch_size=cell.batch_size,
         num_stages=2,
@@ -222,7 +222,7 @@ def gpipe_us(cell: Cell) -> float:
         schedule="gpipe",
         fill=False,
     )
-    return expected_us(plan, profile)
+    return expected_us(plan, cell.seen(plan))
 
 
 def row_of(cell: Cell) -> dict[str, Any]:
@@ -238,7 +238,7 @@ def row_of(cell: Cell) -> dict[str, Any]:
     ]
     pipeline = min(pipelines, key=lambda found: found.expected_us)
     work_us = least_work_us(cell.profile, cell.batch_size)
-    timeline = simulate(ours.plan, schedule_of(ours.plan), cell.seen(ours.plan.num_devices))
+    timeline = simulate(ours.plan, schedule_of(ours.plan), cell.seen(ours.plan))
     return {
         "model": cell.model,
         "devices": cell.world,
@@ -334,7 +334,11 @@ def main() -> int:
         report.figures[f"seconds_{world}"] = seconds
     report.rows = rows
     if not options.json:
+        from benchmarks.mapping import all_rows  # which takes its cells from here
+
         print_table(figure)
+        print("\nBytes per network card and step, by where the stages of a pipeline are:\n")
+        print_table(list(all_rows(quick=options.quick)))
         print(f"\nPredictions from estimated profiles; plot: {plot(rows)}\n")
     report.bar("fig4_max_points", "<=", 0.2)
     report.bar("cells_worse_than_paper_planner", "==", 0)

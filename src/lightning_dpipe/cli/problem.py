@@ -53,10 +53,6 @@ class Problem:
     probability: float
     place: str
 
-    def seen(self, num_devices: int) -> Profile:
-        """The profile with the links that pipelines of so many devices see."""
-        return self.profile if self.network is None else self.network(self.profile, num_devices)
-
 
 def elsewhere(config: DictConfig) -> bool:
     """Whether the plan is for something that is not this machine."""

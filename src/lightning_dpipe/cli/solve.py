@@ -65,10 +65,8 @@ def solve(problem: Problem, progress: Progress | None = None, plan: Plan | None 
         )
         plan, num_plans, bound_us = found.plan, found.num_plans, found.bound_us
     elif plan is None:
-        devices = options.stages(problem.world_size)
-        assert devices is not None, "nothing is left to a search"
         plan = make_plan(
-            problem.seen(devices),
+            base,
             world_size=problem.world_size,
             batch_size=problem.batch_size,
             num_stages=options.num_stages,
@@ -76,8 +74,9 @@ def solve(problem: Problem, progress: Progress | None = None, plan: Plan | None 
             schedule=options.schedule,
             fill=problem.fill,
             cuts=options.cuts,
+            network=problem.network,
         )
-    seen = problem.seen(plan.num_devices)
+    seen = base if problem.network is None else problem.network.placed(base, plan)
     plan = replace(plan, profile_digest=digest(seen), origin=origin_of(seen))
     unfilled, filled = predictions(plan, seen)
     memory = peak_memory(plan, schedule_of(plan), seen)

@@ -68,6 +68,39 @@ class DeviceCosts:
     fill_us: int = 0
 
 
+Legs = tuple[tuple[int, Link], ...]
+"""A gradient reduction: (participants, link) of each ring that follows the one before it."""
+
+
+def reduce_us(num_bytes: int, legs: Legs) -> int:
+    """Time of summing `num_bytes` over all legs, one after the other."""
+    return sum(link.transfer_us(-(-2 * (n - 1) * num_bytes // n)) for n, link in legs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """What the devices of a pipeline see once it is known on which nodes they are.
+
+    `edges` are (source, target, link) between devices of a pipeline, `stages[s]` the legs of a
+    stage: inside each node, then over nodes. `replicas` are (n, legs) of any stage with n replicas
+    in all, for bounds on plans whose stages are not known yet.
+    """
+
+    edges: tuple[tuple[int, int, Link], ...]
+    stages: tuple[Legs, ...] = ()
+    replicas: tuple[tuple[int, Legs], ...] = ()
+
+    @cached_property
+    def by_edge(self) -> Mapping[tuple[int, int], Link]:
+        """The link from one device to another."""
+        return {(source, target): link for source, target, link in self.edges}
+
+    @cached_property
+    def by_replicas(self) -> Mapping[int, Legs]:
+        """The least legs of a number of replicas."""
+        return dict(self.replicas)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Profile:
     """All costs of one model on one kind of device, or on several (`core.fleet`).
@@ -77,7 +110,8 @@ class Profile:
     keeping the rows). `estimated` marks times that were computed (roofline) rather than measured.
     `kinds[r]` is the kind of global rank r: 0 is this profile's own device, k is
     ``others[k - 1]``; empty where all ranks are alike. Every cost that a method of this class
-    returns is that of kind 0.
+    returns is that of kind 0. With `links` the devices of a pipeline are known to be on nodes, and
+    `p2p` and `allreduce` hold for none of them.
     """
 
     graph: ModelGraph
@@ -93,6 +127,7 @@ class Profile:
     versions: Mapping[str, str] = field(default_factory=dict)
     others: tuple[DeviceCosts, ...] = ()
     kinds: tuple[int, ...] = ()
+    links: Links | None = None
 
     def __post_init__(self) -> None:
         wrong = [kind for kind in self.kinds if not 0 <= kind <= len(self.others)]
@@ -142,6 +177,21 @@ class Profile:
                 "profile this model again"
             )
         return self._by_name[name]
+
+    def link(self, source: int, target: int) -> Link:
+        """The link between two devices of a pipeline."""
+        return (
+            self.p2p if self.links is None else self.links.by_edge.get((source, target), self.p2p)
+        )
+
+    def legs(self, replicas: int, stage: int | None = None) -> Legs:
+        """How the gradients of a stage with so many replicas in all are summed."""
+        one_ring = ((replicas, self.allreduce),)
+        if self.links is None:
+            return one_ring
+        if stage is not None and self.links.stages:
+            return self.links.stages[stage]
+        return self.links.by_replicas.get(replicas, one_ring)
 
     def forward_us(self, component: str, start: int, stop: int, samples: int) -> int:
         """Forward time of layers ``[start, stop)`` on `samples` samples."""

@@ -10,11 +10,10 @@ S = 1 is plain data parallelism, a plan like any other; so are several stages on
 iteration is within `Space.close` of all that is left.
 """
 
-import heapq
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 from lightning_dpipe.core.errors import PlanError, UnsupportedError
 from lightning_dpipe.core.jsonio import digest
@@ -25,6 +24,9 @@ from lightning_dpipe.planning.backlog import FrozenCosts
 from lightning_dpipe.planning.best_first import cuts_by_bound, expected_least_us, stages_of
 from lightning_dpipe.planning.bounds import ChainBounds
 from lightning_dpipe.planning.filling import least_frozen_us
+from lightning_dpipe.planning.network import Network as Network
+from lightning_dpipe.planning.placement import best_of
+from lightning_dpipe.planning.rounds import Chains, Config, Rounds
 from lightning_dpipe.planning.stage_costs import BackboneCosts, Cutting
 from lightning_dpipe.planning.variants import (
     SELF_CONDITIONING,
@@ -40,9 +42,6 @@ MAX_GROUP = 16
 """Devices of a group. Larger ones only make replications finer: groups with the same number of
 replicas for all stages are several smaller groups."""
 
-Network = Callable[[Profile, int], Profile]
-"""The profile with the links that pipelines of so many devices see on a given cluster."""
-
 Progress = Callable[[int, float, float], None]
 """Called after each plan that was simulated with (plans tried, best iteration, bound), in us."""
 
@@ -54,9 +53,10 @@ class Space:
     `group_devices` are devices of one pipeline group, `probability` the share of self-conditioned
     steps. `max_plans` is how many plans may be tried, `max_nodes` how many prefixes of stages each
     configuration may look at in strict order (None: all, see `best_first`). A plan within `close`
-    (relative) of what bounds all that is left ends the search; 0 is exact. `network` changes the
-    profile's links with the number of devices of a pipeline: one that leaves a node sees others.
-    `max_shares` are the splits of rows tried for a stage on devices of several kinds (None: all).
+    (relative) of what bounds all that is left ends the search; 0 is exact. With a `network` the
+    devices of pipelines are put on its nodes, in regular layouts, and the best plan's then by
+    `mapping`; links are those that its pipelines see there. `max_shares` are the splits of rows
+    tried for a stage on devices of several kinds (None: all).
     """
 
     num_stages: int | None = None
@@ -81,26 +81,6 @@ class Found:
     expected_us: float
     bound_us: float
     num_plans: int
-
-
-Chains = Iterator[tuple[float, tuple[Stage, ...]]]
-"""Stages with the expected iteration that they and all later ones cannot beat; no stages: others
-were left out."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
-    """One way to cut the batch into micro-batches and the backbone into a number of stages.
-
-    `bound_us` holds for all its chains; `chains` yields those below a limit that may fall.
-    `profile` has the links that its pipelines see. `plan` makes a chain a plan, else `plan_of`.
-    """
-
-    profile: Profile
-    cutting: Cutting
-    bound_us: float
-    chains: Callable[[Callable[[], float]], Chains]
-    plan: Callable[[Plan, Cutting, tuple[Stage, ...]], Plan] | None = None
 
 
 def search(
@@ -139,11 +119,17 @@ def search(
     )
     if configs is None:
         configs = _configs(profile, space, world_size, batch_size, hidden=filler is not None)
-    queue = _Queue(configs)
+    queue = Rounds(configs)
     best: Plan | None = None
     best_us, tried = float("inf"), 0
     for config, stages in queue:
-        seen, plan = config.profile, (config.plan or plan_of)(base, config.cutting, stages)
+        plan = (config.plan or plan_of)(base, config.cutting, stages)
+        if config.groups is not None:
+            plan = replace(plan, groups=config.groups)
+        if config.profile is not None:
+            seen = config.profile
+        else:
+            seen = profile if space.network is None else space.network.placed(profile, plan)
         tried += 1
         if expected_bound_us(plan, seen, space.probability, filled=filler) < queue.limit_us:
             if filler is not None:
@@ -158,7 +144,12 @@ def search(
             break
     if best is None:
         raise PlanError(_nothing_fits(profile, space, world_size, batch_size))
-    return Found(plan=best, expected_us=best_us, bound_us=queue.bound_us, num_plans=tried)
+    if space.network is not None and not profile.kinds:
+        best, best_us = space.network.place(
+            best, profile, filler=filler, probability=space.probability
+        )
+    bound_us = min(queue.bound_us, best_us)
+    return Found(plan=best, expected_us=best_us, bound_us=bound_us, num_plans=tried)
 
 
 def plan_of(base: Plan, cutting: Cutting, stages: tuple[Stage, ...]) -> Plan:
@@ -187,67 +178,22 @@ def only_backbone(profile: Profile) -> str:
     return names[0]
 
 
-class _Queue:
-    """Chains of all configurations, in rounds: each round takes the next one of every configuration
-    that could still win, the least bound first. Nothing at or above `limit_us` could."""
-
-    def __init__(self, configs: Iterable[Config]) -> None:
-        self.limit_us = self._left_out_us = float("inf")
-        self._heap: list[_Entry] = [
-            (0, config.bound_us, ticket, config, config.chains(lambda: self.limit_us), None)
-            for ticket, config in enumerate(configs)
-            if config.bound_us < float("inf")
-        ]
-        heapq.heapify(self._heap)
-
-    @property
-    def bound_us(self) -> float:
-        """Nothing that is still to come, nor what was left out, ends the iteration earlier."""
-        coming_us = min((entry[1] for entry in self._heap), default=self.limit_us)
-        return min(coming_us, self._left_out_us, self.limit_us)
-
-    def __iter__(self) -> Iterator[tuple[Config, tuple[Stage, ...]]]:
-        while self._heap:
-            turn, bound_us, ticket, config, chains, stages = heapq.heappop(self._heap)
-            if bound_us >= self.limit_us:
-                continue
-            if stages is None:
-                bound_us, stages = next(chains, (self.limit_us, ()))
-                if not stages:
-                    self._left_out_us = min(self._left_out_us, bound_us)
-                    continue
-            self._push(turn + 1, ticket, config, chains)
-            yield config, stages
-
-    def _push(self, turn: int, ticket: int, config: Config, chains: Chains) -> None:
-        following = next(chains, None)
-        if following is not None and not following[1]:
-            self._left_out_us = min(self._left_out_us, following[0])
-        elif following is not None:
-            bound_us, stages = following
-            heapq.heappush(self._heap, (turn, bound_us, ticket, config, chains, stages))
-
-
-_Entry = tuple[int, float, int, Config, Chains, tuple[Stage, ...] | None]
-"""Round, bound, a running number, and the next chain (None: not asked for yet)."""
-
-
 def _configs(
     profile: Profile, space: Space, world_size: int, batch_size: int, *, hidden: bool
 ) -> Iterator[Config]:
     """Every combination of devices, micro-batches, stages and schedule that the space allows."""
+    backbone = only_backbone(profile)
     if profile.kinds:
         raise UnsupportedError(
             f"the profile has {1 + len(profile.others)} kinds of devices, this search takes them "
             "to be alike; use mixed.search_mixed, or make_plan"
         )
-    backbone = only_backbone(profile)
     frozen_us = least_frozen_us(FrozenCosts.of(profile, samples=batch_size))
     for num_devices in group_devices(space, world_size):
         batch = batch_size * num_devices
-        seen = profile if space.network is None else space.network(profile, num_devices)
-        costs = BackboneCosts(seen, backbone)
-        stages = _stage_choices(space, num_devices, costs.num_layers)
+        placements = _placements(profile, backbone, space, world_size, num_devices)
+        least = BackboneCosts(_best_links(profile, placements), backbone)
+        stages = _stage_choices(space, num_devices, least.num_layers)
         choices = itertools.product(microbatch_choices(space, batch), space.schedules)
         for num_microbatches, schedule in choices:
             plain = Cutting(
@@ -257,50 +203,103 @@ def _configs(
                 schedule=schedule,
                 memory_bytes=profile.memory_bytes,
             )
+            bounds = partial(
+                _chain_bounds,
+                cutting=plain,
+                max_stages=max(stages, default=0),
+                frozen_us=frozen_us,
+                hidden=hidden,
+                probability=space.probability,
+                shared=filler_of(space.fill) == "auto",
+            )
             if stages:
-                yield from _pipelines(costs, plain, stages, space, frozen_us, hidden=hidden)
+                yield from _pipelines(placements, least, plain, stages, space, bounds)
             if num_devices == 1 and space.num_stages is None and schedule == space.schedules[0]:
-                yield _buckets(costs, plain, space, frozen_us, hidden=hidden)
+                yield _buckets(least, plain, space, frozen_us, hidden=hidden)
 
 
-def _pipelines(
+Placement = tuple[tuple[tuple[int, ...], ...], BackboneCosts]
+"""Groups, and costs under links that no plan on them beats."""
+
+Variants = tuple[tuple[float, ChainBounds], ...]
+"""Share of steps and bounds of every variant of the step."""
+
+
+def _placements(
+    profile: Profile, backbone: str, space: Space, world_size: int, num_devices: int
+) -> list[Placement]:
+    """Where pipelines may be."""
+    if space.network is None:
+        return [(default_groups(world_size, num_devices), BackboneCosts(profile, backbone))]
+    return [
+        (groups, BackboneCosts(space.network.least(profile, groups), backbone))
+        for groups in space.network.layouts(world_size, num_devices)
+    ]
+
+
+def _best_links(profile: Profile, placements: list[Placement]) -> Profile:
+    """The profile with links that none of the placements beats."""
+    if len(placements) == 1:
+        return placements[0][1].profile
+    return best_of([costs.profile for _, costs in placements])
+
+
+def _chain_bounds(
     costs: BackboneCosts,
-    cutting: Cutting,
-    stages: list[int],
-    space: Space,
-    frozen_us: int,
     *,
+    cutting: Cutting,
+    max_stages: int,
+    frozen_us: int,
     hidden: bool,
-) -> Iterator[Config]:
-    """One stage a device, for each number of stages."""
-    variants = tuple(
+    probability: float,
+    shared: bool,
+) -> Variants:
+    return tuple(
         (
             share,
             ChainBounds(
                 costs,
                 replace(cutting, self_conditioned=conditioned),
-                max_stages=stages[-1],
+                max_stages=max_stages,
                 frozen_us=frozen_us,
                 hidden=hidden,
-                shared=filler_of(space.fill) == "auto",
+                shared=shared,
             ),
         )
-        for conditioned, share in variants_of(costs.profile.graph, space.probability)
+        for conditioned, share in variants_of(costs.profile.graph, probability)
     )
 
-    def chains(num_stages: int, limit_us: Callable[[], float]) -> Chains:
+
+def _pipelines(
+    placements: list[Placement],
+    least: BackboneCosts,
+    cutting: Cutting,
+    stages: list[int],
+    space: Space,
+    bounds: Callable[[BackboneCosts], Variants],
+) -> Iterator[Config]:
+    """One stage a device, for each number of stages and placement.
+
+    Bounds under the best links of all placements say which placements deserve their own.
+    """
+    of_any = bounds(least)
+    own = cache(bounds) if len(placements) > 1 else lambda costs: of_any
+
+    def chains(costs: BackboneCosts, num_stages: int, limit_us: Callable[[], float]) -> Chains:
+        variants = own(costs)
         for cut in cuts_by_bound(
             variants, num_stages, limit_us=limit_us, max_nodes=space.max_nodes
         ):
             yield cut.bound_us, stages_of(costs.backbone, cut, variants[0][1])
 
     for num_stages in stages:
-        yield Config(
-            profile=costs.profile,
-            cutting=cutting,
-            bound_us=expected_least_us(variants, num_stages),
-            chains=partial(chains, num_stages),
-        )
+        for groups, costs in placements:
+            yield Config(
+                groups=groups,
+                cutting=cutting,
+                bound_us=expected_least_us(of_any, num_stages),
+                chains=partial(chains, costs, num_stages),
+            )
 
 
 def _buckets(
@@ -323,7 +322,8 @@ def _buckets(
             if buckets.fits(costs, cutting, stages):
                 yield bound_us, stages
 
-    return Config(profile=costs.profile, cutting=cutting, bound_us=bound_us, chains=chains)
+    groups = default_groups(cutting.num_groups, 1)
+    return Config(groups=groups, cutting=cutting, bound_us=bound_us, chains=chains)
 
 
 def group_devices(space: Space, world_size: int) -> list[int]:

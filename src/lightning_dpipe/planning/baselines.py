@@ -183,7 +183,7 @@ class _Judge:
             return None  # a prime world, stages that do not fit, several backbones: no such row
 
     def _planned(self, name: str, label: str, plan: Plan) -> Alternative:
-        seen = self._seen(plan.num_devices)
+        seen = self.profile if self.network is None else self.network.placed(self.profile, plan)
         stages = len(plan.stages) // len(plan.chains)
         detail = f"{stages} stages x {plan.world_size // stages}"
         if plan.num_devices == 1:

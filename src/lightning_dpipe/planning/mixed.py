@@ -21,8 +21,6 @@ from lightning_dpipe.core.fleet import groups_by_kind
 from lightning_dpipe.core.plan import Plan, Stage, split_sizes
 from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.planning.auto import (
-    Chains,
-    Config,
     Found,
     Progress,
     Space,
@@ -34,6 +32,7 @@ from lightning_dpipe.planning.backlog import FrozenCosts
 from lightning_dpipe.planning.best_first import Cut, cuts_by_bound, expected_least_us
 from lightning_dpipe.planning.filling import least_frozen_us
 from lightning_dpipe.planning.mixed_bounds import MixedBounds
+from lightning_dpipe.planning.rounds import Chains, Config
 from lightning_dpipe.planning.stage_costs import BackboneCosts, Cutting
 from lightning_dpipe.planning.teams import RowCosts, teams_of
 from lightning_dpipe.planning.variants import filler_of, variants_of

@@ -14,11 +14,12 @@ from lightning_dpipe.core.jsonio import digest
 from lightning_dpipe.core.plan import Plan, default_groups, split_sizes
 from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.planning import best_first
-from lightning_dpipe.planning.auto import MICROBATCHES, Found, Network, only_backbone, plan_of
+from lightning_dpipe.planning.auto import MICROBATCHES, Found, only_backbone, plan_of
 from lightning_dpipe.planning.backlog import FrozenCosts
 from lightning_dpipe.planning.bounds import ChainBounds
 from lightning_dpipe.planning.dp import paper_partition
 from lightning_dpipe.planning.filling import least_frozen_us
+from lightning_dpipe.planning.network import Network
 from lightning_dpipe.planning.stage_costs import BackboneCosts, Cutting
 from lightning_dpipe.planning.variants import (
     SELF_CONDITIONING,
@@ -84,12 +85,12 @@ def paper_plan(
     for least_us, num, bounds in bounded:
         if least_us >= best_us:
             break  # every plan that is left has a bound above the best: the outer search is over
-        seen = bounds.costs.profile
         cut = paper_partition(
             bounds.costs, bounds.cutting, num_stages=num, probability=probability, uniform=True
         )
         stages = best_first.stages_of(bounds.costs.backbone, cut, bounds)
         plan = plan_of(base, bounds.cutting, stages)
+        seen = profile if network is None else network.placed(profile, plan)
         if fill:
             plan = with_fills(plan, seen, fill="paper")
         tried += 1
@@ -125,7 +126,9 @@ class _Choices:
         for stages in self.num_stages:
             if world_size % stages:
                 continue
-            seen = self.profile if self.network is None else self.network(self.profile, stages)
+            seen = self.profile
+            if self.network is not None:
+                seen = self.network.least(seen, default_groups(world_size, stages))
             costs = BackboneCosts(seen, backbone)
             m = self.num_microbatches
             for microbatches in MICROBATCHES if m is None else (m,):

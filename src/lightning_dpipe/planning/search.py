@@ -18,6 +18,7 @@ from lightning_dpipe.core.plan import Plan, Stage, default_groups, split_sizes
 from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.planning.auto import Progress, Space, search
 from lightning_dpipe.planning.mixed import search_mixed
+from lightning_dpipe.planning.network import Network
 from lightning_dpipe.planning.opposite import Cuts, num_stages_of, opposite_stages, with_lengths
 from lightning_dpipe.planning.schedules.of_plan import schedule_of
 from lightning_dpipe.planning.variants import SELF_CONDITIONING, filler_of, with_fills
@@ -43,6 +44,7 @@ def make_plan(
     cuts: Cuts | None = None,
     probability: float = SELF_CONDITIONING,
     progress: Progress | None = None,
+    network: Network | None = None,
 ) -> Plan:
     """Plan the training of one backbone, or of several in opposite directions (see `opposite`).
 
@@ -62,6 +64,7 @@ def make_plan(
             the fastest slowest stage.
         probability: Share of self-conditioned steps, if the model has them.
         progress: Called during a search, see `auto.Progress`.
+        network: The cluster's nodes and links; pipelines are then put on nodes as fits best.
 
     On devices of several kinds (`Profile.kinds`) who serves which stage, and with which share of
     the rows, is always searched for; `num_stages` are then stages, on any number of devices.
@@ -76,6 +79,7 @@ def make_plan(
     if mixed or "auto" in (num_stages, num_microbatches):
         space = space_of(num_stages, num_microbatches, world_size, cuts, mixed=mixed)
         space = replace(space, schedules=(schedule,), fill=fill, probability=probability)
+        space = replace(space, network=network)
         found = (search_mixed if mixed else search)(
             profile, world_size=world_size, batch_size=batch_size, space=space, progress=progress
         )
@@ -91,6 +95,8 @@ def make_plan(
     plan = _fixed_plan(
         profile, world_size, batch_size, num_stages, num_microbatches, schedule, cuts
     )
+    if network is not None:
+        return network.place(plan, profile, filler=filler, probability=probability)[0]
     return plan if filler is None else with_fills(plan, profile, fill=filler)
 
 

@@ -160,10 +160,11 @@ class BackboneCosts:
     def sync(self, replicas: int) -> Array:
         """Ring all-reduce of a stage's gradients over `replicas` in all."""
         if replicas not in self._syncs:
-            link, n = self.profile.allreduce, replicas
-            num_bytes = np.ceil(2 * (n - 1) * self.trained_bytes / n)
-            wire_us = np.ceil(num_bytes * 1e6 / link.bytes_per_s)
-            self._syncs[replicas] = np.where(num_bytes > 0, link.latency_us + wire_us, 0.0)
+            self._syncs[replicas] = np.zeros_like(self.trained_bytes)
+            for n, link in self.profile.legs(replicas):
+                num_bytes = np.ceil(2 * (n - 1) * self.trained_bytes / n)
+                wire_us = np.ceil(num_bytes * 1e6 / link.bytes_per_s)
+                self._syncs[replicas] += np.where(num_bytes > 0, link.latency_us + wire_us, 0.0)
         return self._syncs[replicas]
 
     def hops_us(self, cutting: Cutting, most_replicas: int) -> tuple[Array, Array]:

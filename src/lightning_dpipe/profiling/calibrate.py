@@ -1,8 +1,9 @@
 """Correct a profile by what a run measured.
 
 In:     a Profile, the plan that ran, measured timelines of its steps.
-Out:    the profile with the layer times of each stage, and of each frozen component, scaled so that
-        its median op takes as long as it did: layers timed alone and layers timed in a pipeline
+Out:    the profile with the layer times of each stage, and of each frozen layer, scaled so that its
+        median op takes as long as it did (a fill of several layers says only what they take
+        together): layers timed alone and layers timed in a pipeline
         differ by caches, memory bandwidth and clock speed. Cuts keep their balance inside a stage.
 """
 
@@ -51,8 +52,8 @@ def calibrate(profile: Profile, plan: Plan, timelines: Sequence[Timeline]) -> Pr
         )
         update = _optimizer_factor(profile, plan, index, timelines)
         costs[stage.backbone] = _with_optimizer(costs[stage.backbone], stage, update)
-    for name, factor in _frozen_factors(profile, timelines).items():
-        costs[name] = scaled(costs[name], 0, len(costs[name].layers), factor, 1.0)
+    for (name, layer), factor in _frozen_factors(profile, timelines).items():
+        costs[name] = scaled(costs[name], layer, layer + 1, factor, 1.0)
     return replace(
         profile,
         costs=tuple(costs[cost.name] for cost in profile.costs),
@@ -81,18 +82,23 @@ def _stage_factor(
     return measured / profiled if profiled else 1.0
 
 
-def _frozen_factors(profile: Profile, timelines: Sequence[Timeline]) -> dict[str, float]:
-    """Measured over profiled time of each frozen component that ran."""
+def _frozen_factors(
+    profile: Profile, timelines: Sequence[Timeline]
+) -> dict[tuple[str, int], float]:
+    """Measured over profiled time of all pieces with each frozen layer, by (component, layer)."""
     spans = (s for t in timelines for s in t.spans if s.activity is Activity.FROZEN)
-    measured: dict[str, float] = defaultdict(float)
-    profiled: dict[str, float] = defaultdict(float)
+    measured: dict[tuple[str, int], float] = defaultdict(float)
+    profiled: dict[tuple[str, int], float] = defaultdict(float)
     for (_, label), lengths in _by_key(spans, lambda s: (s.device, s.label)).items():
         work = FrozenWork.parse(label)
-        measured[work.component] += max(0, statistics.median(lengths) - profile.fill_us)
-        profiled[work.component] += profile.forward_us(
+        took_us = max(0, statistics.median(lengths) - profile.fill_us)
+        expected_us = profile.forward_us(
             work.component, work.start, work.stop, work.last - work.first
         )
-    return {name: measured[name] / profiled[name] for name in measured if profiled[name]}
+        for layer in range(work.start, work.stop):
+            measured[work.component, layer] += took_us
+            profiled[work.component, layer] += expected_us
+    return {key: measured[key] / profiled[key] for key in measured if profiled[key]}
 
 
 def _optimizer_factor(

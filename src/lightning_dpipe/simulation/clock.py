@@ -6,7 +6,8 @@ being placed. One walk with a `Clock` gives every start and end; the walker may 
 frozen work before any task, by moving `Clock.free_us` on.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from lightning_dpipe.core.op import Op, OpKind
@@ -47,7 +48,8 @@ class TaskGraph:
     """All tasks of one step of one pipeline group, producers before consumers.
 
     `stage_devices[s]` are the devices of stage s, `sync_us[s]` the length of its gradient
-    reduction (0: none), `optimizer_us[d]` that of device d's optimizer step.
+    reduction (0: none), `optimizer_us[d]` that of device d's optimizer step. `traffic` are the
+    bytes of all messages by (source, target).
     """
 
     num_devices: int
@@ -58,6 +60,7 @@ class TaskGraph:
     sync_us: tuple[int, ...]
     optimizer_us: tuple[int, ...]
     overhead_us: int
+    traffic: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
     @cached_property
     def path_us(self) -> tuple[int, ...]:

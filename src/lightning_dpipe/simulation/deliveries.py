@@ -69,14 +69,15 @@ class Deliveries:
                 spent_us[run.device] += self._host_us(value, run.device, rows)
             if run.owner != run.device:
                 for value in self._sent_ahead(run.device):
-                    spent_us[run.owner] += self._send_us(value, rows)
+                    spent_us[run.owner] += self._send_us(value, run.owner, run.device, rows)
         return tuple(spent_us)
 
     def fields_us(self, run: Run) -> int:
         """Time that the batch fields of a run of another device's samples are on their way."""
         values = self.profile.graph.values
         per_sample = sum(values[v].bytes_per_sample for v in self.profile.graph.frozen_fields)
-        return self.profile.p2p.transfer_us((run.last - run.first) * per_sample)
+        link = self.profile.link(run.owner, run.device)
+        return link.transfer_us((run.last - run.first) * per_sample)
 
     def _sent_ahead(self, device: int) -> Sequence[int]:
         """Fields that a device needs to encode for another and no stage of its own reads."""
@@ -88,15 +89,16 @@ class Deliveries:
 
     def _host_us(self, value: int, source: int, rows: int) -> int:
         return sum(
-            self._send_us(value, stage.most_rows(target, rows))
+            self._send_us(value, source, target, stage.most_rows(target, rows))
             for target, stage in self.readers[value]
             if target != source
         )
 
-    def _send_us(self, value: int, rows: int) -> int:
+    def _send_us(self, value: int, source: int, target: int, rows: int) -> int:
         if not rows:
             return 0
-        link, size = self.profile.p2p, self.profile.graph.values[value].bytes_per_sample
+        link = self.profile.link(source, target)
+        size = self.profile.graph.values[value].bytes_per_sample
         more = num_messages(rows, size, self.plan.num_microbatches) - 1
         return link.send_us(rows * size) + more * link.host_us
 
@@ -130,7 +132,7 @@ class Arrivals:
         self, device: int, owner: int, values: Iterable[int], span: tuple[int, int], at_us: int
     ) -> None:
         """A device has encoded samples `span` of some values: they leave for their readers."""
-        link, known = self.of.profile.p2p, self.of.profile.graph.values
+        profile, known = self.of.profile, self.of.profile.graph.values
         rows, size = span[1] - span[0], max(1, self.of.sizes[owner])
         microbatch = span[0] * self.of.plan.num_microbatches // size
         for value in values:
@@ -138,6 +140,7 @@ class Arrivals:
                 num_bytes = stage.most_rows(target, rows) * known[value].bytes_per_sample
                 if target == device or not num_bytes:
                     continue
+                link = profile.link(device, target)
                 wire_us = link.transfer_us(num_bytes) - link.latency_us
                 off_us = max(at_us, self._edges.get((device, target), 0)) + wire_us
                 self._edges[device, target] = off_us

@@ -16,7 +16,7 @@ from lightning_dpipe.core.errors import PlanError, ScheduleError
 from lightning_dpipe.core.fleet import kinds_in_groups
 from lightning_dpipe.core.op import FORWARDS, Op, OpKind
 from lightning_dpipe.core.plan import Plan, split_sizes
-from lightning_dpipe.core.profile import Profile
+from lightning_dpipe.core.profile import Profile, reduce_us
 from lightning_dpipe.core.program import StepShape
 from lightning_dpipe.core.schedule import Schedule
 from lightning_dpipe.core.timeline import Activity, FrozenWork
@@ -65,6 +65,7 @@ class _Builder:
         self.transfers: list[Transfer] = []
         self.producers: list[str] = []
         self.host_us: list[int] = []
+        self.traffic: dict[tuple[int, int], int] = {}
         self.edges: dict[tuple[int, int, str], int] = {}
         self.waits: dict[tuple[Op, int], list[int]] = {}
         self.lengths: dict[tuple[int, int, OpKind, int], int] = {}
@@ -97,6 +98,7 @@ class _Builder:
                 for d in range(plan.num_devices)
             ),
             overhead_us=self.profile.overhead_us,
+            traffic=self.traffic,
         )
 
     def _profile(self, device: int) -> Profile:
@@ -148,11 +150,11 @@ class _Builder:
         return self.lengths[key]
 
     def _sync_us(self, stage: int) -> int:
-        """Ring all-reduce of a stage's gradients over all its replicas."""
+        """Ring all-reduce of a stage's gradients over all its replicas, leg after leg."""
         s = self.plan.stages[stage]
-        n = len(self.plan.groups) * len(s.devices)
         num_bytes = self.profile.trained_bytes(s.backbone, s.start, s.stop)
-        return self.profile.allreduce.transfer_us(-(-2 * (n - 1) * num_bytes // n))
+        replicas = len(self.plan.groups) * len(s.devices)
+        return reduce_us(num_bytes, self.profile.legs(replicas, stage))
 
     # ---- messages
 
@@ -228,8 +230,10 @@ class _Builder:
         return [i]
 
     def _transfer(self, source: int, target: int, lane: str, num_bytes: int, producer: str) -> int:
-        link = self.profile.p2p
+        link = self.profile.link(source, target)
         local = source == target
+        if not local:
+            self.traffic[source, target] = self.traffic.get((source, target), 0) + num_bytes
         edge = None if local else self.edges.setdefault((source, target, lane), len(self.edges))
         wire_us = 0 if local else max(0, link.transfer_us(num_bytes) - link.latency_us)
         self.transfers.append(
@@ -283,7 +287,7 @@ class _Builder:
                 sent.append(self._transfer(device, target, "rows", num_bytes, f"device {device}"))
                 size = self.graph.values[value].bytes_per_sample
                 more = num_messages(n, size, self.plan.num_microbatches) - 1
-                self.host_us[sent[-1]] += more * self.profile.p2p.host_us
+                self.host_us[sent[-1]] += more * self.profile.link(device, target).host_us
                 self.waits.setdefault((op, target), []).append(sent[-1])
         if not sent:
             return []

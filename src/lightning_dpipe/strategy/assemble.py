@@ -99,6 +99,27 @@ class PipelineSession:
         """Record the following steps, or stop doing so."""
         self.engine.tracer = self.tracer if on else None
 
+    def refill(self, plan: Plan) -> None:
+        """Use other fills from the next step on; what was encoded ahead stays valid.
+
+        Raises:
+            PlanError: More than the fills differs, so that weights or channels would have to move.
+        """
+        kept = replace(plan, fills=self.plan.fills, profile_digest=self.plan.profile_digest)
+        if kept != self.plan:
+            raise PlanError(
+                "the new plan differs from the one in use in more than its fills; "
+                "give it to a new run"
+            )
+        self.plan = plan
+        self._programs.clear()
+        self.engine.buffers.forget()
+
+    @property
+    def encoded_ahead(self) -> bool:
+        """Whether the step that comes finds its batch encoded."""
+        return self._ahead is not None
+
     def forget(self) -> None:
         """Drop what was encoded ahead: the next batch will be another one."""
         self._ahead = None

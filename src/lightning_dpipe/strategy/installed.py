@@ -7,7 +7,7 @@ Out:    session and step runner. A module that an earlier run of this process ha
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,6 +17,8 @@ import torch.distributed as dist
 from lightning_dpipe.core.buckets import BASE
 from lightning_dpipe.core.errors import UnsupportedError
 from lightning_dpipe.core.jsonio import digest
+from lightning_dpipe.core.plan import Plan
+from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.planning.explain import explain
 from lightning_dpipe.planning.matching import check_batch_of
 from lightning_dpipe.runtime.distributed import DistTransport
@@ -84,6 +86,13 @@ class Installation:
             replicas=_replica_group(built, link),
             weights=_weights(module),
         )
+        _INSTALLED[module] = new
+        return new
+
+    def refilled(self, module: DiffusionModule, plan: Plan, profile: Profile) -> "Installation":
+        """The same with other fills, from the next step on."""
+        self.session.refill(plan)
+        new = replace(self, built=replace(self.built, plan=plan, profile=profile))
         _INSTALLED[module] = new
         return new
 

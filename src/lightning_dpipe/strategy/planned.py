@@ -76,6 +76,7 @@ class PlanOptions:
     cuts: Cuts | None = None
     budget_s: float = 60.0
     device_kinds: str = "name"
+    replans: bool = False
 
     def check(self, world_size: int) -> None:
         """Refuse what no model could make right; needs neither model nor messages.
@@ -181,7 +182,8 @@ def build(spec: PipelineSpec, options: PlanOptions, setting: Setting, link: Host
     link.compare("the model's graph", digest(graphs if spec.shapes else graph))
     profiles: dict[str, Profile] = {}
     fills_pairs = setting.fill and bool(spec.shapes)
-    if options.plan is None or (setting.fill and (fills_pairs or not options.read_plan().fills)):
+    wanted = fills_pairs or options.replans
+    if options.plan is None or (setting.fill and (wanted or not options.read_plan().fills)):
         measured = graphs if fills_pairs else {BASE: graph}
         profiles = _profiles(spec, measured, binding, options, setting, link)
         profiles = {n: _of_world(p, options, setting, link) for n, p in profiles.items()}

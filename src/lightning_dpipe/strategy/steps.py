@@ -19,6 +19,7 @@ from lightning_dpipe.strategy.assemble import PipelineSession
 from lightning_dpipe.strategy.local import Named, num_samples, select_fields
 from lightning_dpipe.strategy.lookahead import Outlook, Outlooks
 from lightning_dpipe.strategy.module import DiffusionModule
+from lightning_dpipe.strategy.replan import Replanner
 
 
 class StepRunner:
@@ -36,6 +37,8 @@ class StepRunner:
         self.training = outlooks.training
         self.evaluation = outlooks.evaluation
         self.last: StepResult | None = None
+        self.replanner: Replanner | None = None
+        self.replanned: Mapping[str, float] = {}
         self._prepare = prepare
         self._promised: int | None = None
 
@@ -62,6 +65,8 @@ class StepRunner:
             session.forget()
         self._promised = None  # until the step is through
         total = sum(outlook.sizes)
+        conditioned = module.is_self_conditioned(module.batches_consumed)
+        traced = self._traces(outlook, conditioned)
         self.last = session.step(
             fields,
             sizes=self._of_group(outlook.sizes),
@@ -69,14 +74,34 @@ class StepRunner:
             loss_scale=1.0 / (total * accumulate),
             next_batch=upcoming,
             next_sizes=self._of_group(outlook.next_sizes) if outlook.next_sizes else None,
-            self_conditioned=module.is_self_conditioned(module.batches_consumed),
+            self_conditioned=conditioned,
             reduce=reduce,
             bucket=outlook.bucket,
             next_bucket=outlook.next_bucket,
         )
         self._promised = outlook.next_ticket
         module.batches_consumed += 1
+        self.replanned = self._replan(self.last, traced) if traced is not None else {}
         return self._means(self.last.loss_sum, total), total
+
+    def _traces(self, outlook: Outlook, conditioned: bool) -> bool | None:
+        """Trace the step that comes if the replanner wants it: whether it is traced anyway."""
+        if self.replanner is None:
+            return None
+        session = self.session
+        full = (session.plan.batch_size,) * session.plan.world_size
+        steady = outlook.sizes == outlook.next_sizes == full and session.encoded_ahead
+        if not self.replanner.wants(steady=steady, self_conditioned=conditioned):
+            return None
+        before = session.engine.tracer is not None
+        session.trace(True)
+        return before
+
+    def _replan(self, result: StepResult, traced_before: bool) -> Mapping[str, float]:
+        assert self.replanner is not None
+        assert result.trace is not None
+        self.session.trace(traced_before)
+        return self.replanner.traced(result.trace)
 
     def evaluate(self, batch: Any, batch_idx: int, dataloader_idx: int) -> tuple[Named, int]:
         """Run one batch forward only, under the loader's fixed noise; returns as `train`."""

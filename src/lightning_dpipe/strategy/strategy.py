@@ -24,7 +24,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dpipe.core.errors import UnsupportedError
 from lightning_dpipe.core.plan import Plan
 from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.core.timeline import Activity
@@ -32,10 +31,11 @@ from lightning_dpipe.planning.opposite import Cuts
 from lightning_dpipe.planning.search import Auto
 from lightning_dpipe.runtime.reduce import open_reducer
 from lightning_dpipe.strategy import checkpoint as files
+from lightning_dpipe.strategy.batch_size import find_batch_size
 from lightning_dpipe.strategy.clipping import clip_by_norm, total_norm
 from lightning_dpipe.strategy.gradients import GradientStash
 from lightning_dpipe.strategy.installed import Installation
-from lightning_dpipe.strategy.loaders import fills_bubbles, loader_batch_size, wrap_loader
+from lightning_dpipe.strategy.loaders import fills_bubbles, wrap_loader
 from lightning_dpipe.strategy.lookahead import Outlooks
 from lightning_dpipe.strategy.module import DiffusionModule
 from lightning_dpipe.strategy.planned import PlanOptions, Setting
@@ -48,6 +48,7 @@ from lightning_dpipe.strategy.refusals import (
     check_several,
     check_trainer,
 )
+from lightning_dpipe.strategy.replan import replanner_of
 from lightning_dpipe.strategy.steps import StepRunner
 
 log = logging.getLogger(__name__)
@@ -64,11 +65,11 @@ class DiffusionPipeStrategy(RankedStrategy):
         schedule: Name of the order of forward and backward work.
         plan: A plan, or the file of one (`dpipe plan`): decides all of the above.
         profile: A profile, or the file of one, instead of measuring the model.
-        cuts: First layer of every stage but the first, instead of balanced stages; by backbone if
-            there are several.
+        cuts: First layer of every stage but the first; by backbone if there are several.
         device_kinds: How devices of unequal speed are told apart: by ``"name"``, or by measured
             ``"time"`` too; see `strategy.devices`.
         batch_size: Samples per device, if the loader does not say.
+        replan_every_n_steps: Steps after which filled bubbles are filled anew from measured times.
         weights_only: As in ``torch.load``, for checkpoints to resume from: Lightning does not hand
             the Trainer's own argument to strategies that cut the model first.
         process_group_backend: ``gloo``, ``nccl``; by default what the device needs.
@@ -86,6 +87,7 @@ class DiffusionPipeStrategy(RankedStrategy):
         cuts: Cuts | None = None,
         device_kinds: str = "name",
         batch_size: int | None = None,
+        replan_every_n_steps: int | None = None,
         weights_only: bool | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
@@ -100,11 +102,13 @@ class DiffusionPipeStrategy(RankedStrategy):
             profile=Path(profile) if isinstance(profile, str) else profile,
             cuts=cuts if cuts is None or isinstance(cuts, Mapping) else tuple(cuts),
             device_kinds=device_kinds,
+            replans=replan_every_n_steps is not None,
         )
         self.logs_global = True  # losses are equal on all ranks: nothing to reduce when logging
         self.recorder: Recorder | None = None
         self.grad_norm: Tensor | None = None
         self._batch_size = batch_size
+        self._replan_every = replan_every_n_steps
         self._weights_only = weights_only
         self._installed: Installation | None = None
         self._outlooks = Outlooks()
@@ -123,6 +127,12 @@ class DiffusionPipeStrategy(RankedStrategy):
     def plan(self) -> Plan:
         """The plan in use."""
         return self.installed.built.plan
+
+    @property
+    def settled_plan(self) -> Plan:
+        """The plan in use, or the one before it while new fills are on trial."""
+        replanner = self.installed.runner.replanner
+        return self.plan if replanner is None else replanner.settled
 
     @property
     def is_last_stage(self) -> bool:
@@ -189,7 +199,12 @@ class DiffusionPipeStrategy(RankedStrategy):
         precision = str(self.precision_plugin.precision)
         return Setting(
             world_size=self.world_size,
-            batch_size=self._find_batch_size(trainer),
+            batch_size=find_batch_size(
+                trainer,
+                given=self._batch_size,
+                planned=None if self._installed is None else self.plan.batch_size,
+                link=self.link,
+            ),
             device=self.root_device,
             precision=precision,
             autocast=torch.bfloat16 if precision == "bf16-mixed" else None,
@@ -197,38 +212,24 @@ class DiffusionPipeStrategy(RankedStrategy):
             training=trainer.state.fn == TrainerFn.FITTING,
         )
 
-    def _find_batch_size(self, trainer: Any) -> int:
-        """Samples per device: given, or as the loader says; equal on all ranks."""
-        size = self._batch_size
-        if size is None:
-            loop = (
-                trainer.fit_loop if trainer.state.fn == TrainerFn.FITTING else trainer._active_loop
-            )
-            # Lightning asks for the loaders here too when a scheduler wants the number of steps.
-            loop.setup_data()
-            combined = loop._combined_loader
-            loaders = () if combined is None else combined.flattened
-            if trainer.state.fn == TrainerFn.FITTING and len(loaders) > 1:
-                raise UnsupportedError(
-                    f"{len(loaders)} training loaders; a pipeline trains from exactly 1: combine "
-                    "the datasets, for example with ConcatDataset"
-                )
-            size = loader_batch_size(loaders)
-        if size is None:
-            if self._installed is not None:
-                return self.plan.batch_size
-            raise UnsupportedError(
-                "the loader does not tell its batch size; pass "
-                "DiffusionPipeStrategy(batch_size=...)"
-            )
-        return min(self.link.gather(size))
-
     def _install(self, setting: Setting) -> None:
         module = self._module
         reducer = partial(open_reducer, rank=self.global_rank, device=self.root_device)
         runner = partial(StepRunner, prepare=self._prepare_next, outlooks=self._outlooks)
         self._installed = Installation.of(module, self.options, setting, self.link, reducer, runner)
         self._stash = None
+        if module.trainer.state.fn == TrainerFn.FITTING:
+            built = self._installed.built
+            self._installed.runner.replanner = replanner_of(
+                self._replan_every,
+                plan=built.plan,
+                profile=built.profile,
+                link=self.link,
+                adopt=self._adopt,
+            )
+
+    def _adopt(self, plan: Plan, profile: Profile) -> None:
+        self._installed = self.installed.refilled(self._module, plan, profile)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Call `configure_optimizers` on the cut model: same names and order as uncut."""
@@ -287,6 +288,8 @@ class DiffusionPipeStrategy(RankedStrategy):
                 batch, accumulate=accumulate, reduce=self._reduces
             )
         stash.after(first=first)
+        if self.installed.runner.replanned:
+            module.log_dict(dict(self.installed.runner.replanned), on_step=True, on_epoch=False)
         return module.log_losses("train", means, total)
 
     def backward(

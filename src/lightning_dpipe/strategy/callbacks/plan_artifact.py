@@ -31,13 +31,25 @@ class PlanArtifact(Callback):
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.predicted: tuple[Timeline, Timeline] | None = None
+        self._saved: Plan | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Write and log on rank 0."""
         strategy = trainer.strategy
-        if not isinstance(strategy, DiffusionPipeStrategy) or not trainer.is_global_zero:
-            return
+        if isinstance(strategy, DiffusionPipeStrategy) and trainer.is_global_zero:
+            self._save(trainer, strategy)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Again, once new fills have proved themselves."""
+        strategy = trainer.strategy
+        if self._saved is not None and strategy.plan is strategy.settled_plan is not self._saved:
+            self._save(trainer, strategy)
+
+    def _save(self, trainer: Any, strategy: DiffusionPipeStrategy) -> None:
         built = strategy.installed.built
+        self._saved = built.plan
         files = [self.folder / "plan.json"]
         save(built.plan, files[0])
         if built.profile is not None:
