@@ -52,6 +52,10 @@ COMMANDS = {
             plain=True,
         ),
         Command(
+            name="export",
+            help="a checkpoint (ckpt_path=FILE) as a folder for from_pretrained (out=FOLDER)",
+        ),
+        Command(
             name="verify",
             help="one step under the plan against one process: same loss, same gradients? (--json)",
             flags=("--json",),

@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 from lightning_dpipe.core.errors import DPipeError
 
 PLANS_ELSEWHERE = ("plan", "profile")
+WRITES = ("profile", "export")
 
 
 def settle(config: DictConfig, command: str) -> None:
@@ -22,8 +23,8 @@ def settle(config: DictConfig, command: str) -> None:
             f"cluster={config.cluster.name} is for machines that are not here; `dpipe {command}` "
             "runs on this one: leave it out, or use dpipe plan"
         )
-    if config.out is not None and command != "profile":
-        raise DPipeError(f"out={config.out} is for `dpipe profile`; leave it out")
+    if config.out is not None and command not in WRITES:
+        raise DPipeError(f"out={config.out} is for `dpipe {' and '.join(WRITES)}`; leave it out")
     if config.profile is not None and command == "profile":
         raise DPipeError(f"profile={config.profile}: `dpipe profile` makes one; use out=FILE")
     if config.profile is not None and command != "plan":

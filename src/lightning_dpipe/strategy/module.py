@@ -71,6 +71,10 @@ class DiffusionModule(LightningModule):
             "whose layers use the modules that configure_model() built"
         )
 
+    def to_pipeline(self) -> Any:
+        """A diffusers pipeline of the module's parts, for `dpipe export`; None: there is none."""
+        return None
+
     @property
     def spec(self) -> PipelineSpec:
         """The spec, made once after `configure_model`."""

@@ -10,6 +10,7 @@ from PIL import Image
 
 from lightning_dpipe.core.errors import DataError
 from lightning_dpipe.data.image_folder import ImageFolderDataModule
+from saved import save_tokenizer
 
 COLOURS = {"a": (255, 0, 0), "b": (0, 255, 0)}
 
@@ -17,17 +18,8 @@ COLOURS = {"a": (255, 0, 0), "b": (0, 255, 0)}
 @pytest.fixture
 def pipeline(tmp_path: Path) -> Path:
     """A pipeline folder with nothing but a tokenizer of the letters a and b."""
-    folder = tmp_path / "pipeline" / "tokenizer"
-    folder.mkdir(parents=True)
-    words = ["!", "<|startoftext|>", "<|endoftext|>", "a", "b", "a</w>", "b</w>"]
-    (folder / "vocab.json").write_text(json.dumps({w: i for i, w in enumerate(words)}))
-    (folder / "merges.txt").write_text("#version: 0.2\n")
-    settings = {
-        "tokenizer_class": "CLIPTokenizer", "bos_token": "<|startoftext|>", "pad_token": "!",
-        "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>", "model_max_length": 8,
-    }  # fmt: skip
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder.parent
+    save_tokenizer(tmp_path / "pipeline" / "tokenizer")
+    return tmp_path / "pipeline"
 
 
 def images(folder: Path, captions: str) -> Path:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from diffusers import ControlNetModel, UNet2DConditionModel
+from diffusers import ControlNetModel, StableDiffusionControlNetPipeline, UNet2DConditionModel
 from torch import Tensor
 
 from lightning_dpipe.core.errors import UnsupportedError
@@ -94,3 +94,11 @@ class ControlNet(LatentModule):
     def more_conditions(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The hint, for both branches of guidance."""
         return {"hint": fields["hint"].to(self.device)}
+
+    def to_pipeline(self) -> StableDiffusionControlNetPipeline | None:
+        """diffusers' pipeline, if there is a tokenizer."""
+        if self.config.source is None:
+            return None
+        return StableDiffusionControlNetPipeline(
+            unet=self.unet, controlnet=self.controlnet, **self.pipeline_parts(self.config.source)
+        )

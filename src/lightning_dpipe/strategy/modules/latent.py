@@ -15,6 +15,7 @@ import torch
 from diffusers import AutoencoderKL, DDIMScheduler, DDPMScheduler
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
+from transformers import CLIPTokenizer
 
 from lightning_dpipe.core.errors import SpecError
 from lightning_dpipe.models.parts import Source, clip_text_part, diffusers_part, empty_caption
@@ -188,6 +189,18 @@ class LatentModule(DiffusionModule):
         )
         scheduler = DDIMScheduler.from_config(self.scheduler.config)
         return self.decode(sample(self.denoiser(), scheduler, request))
+
+    def pipeline_parts(self, source: Source) -> dict[str, Any]:
+        """What a diffusers pipeline has beside its backbone."""
+        return {
+            "vae": self.vae,
+            "text_encoder": self.text,
+            "tokenizer": source.load(CLIPTokenizer, "tokenizer"),
+            "scheduler": self.scheduler,
+            "safety_checker": None,
+            "feature_extractor": None,
+            "requires_safety_checker": False,
+        }
 
     def denoiser(self) -> Any:
         """What turns noisy latents and conditions into the model's output."""

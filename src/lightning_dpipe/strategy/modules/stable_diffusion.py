@@ -7,7 +7,7 @@ Source: Rombach et al., arXiv 2112.10752.
 from collections.abc import Mapping
 from typing import Any
 
-from diffusers import UNet2DConditionModel
+from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 
 from lightning_dpipe.models.parts import diffusers_part
 from lightning_dpipe.models.spec import Loss, PipelineSpec
@@ -53,3 +53,9 @@ class StableDiffusion(LatentModule):
             self_conditioning=estimate,
             shapes=self.shapes({"image": 3}),
         )
+
+    def to_pipeline(self) -> StableDiffusionPipeline | None:
+        """diffusers' pipeline, if there is a tokenizer and the U-Net reads no estimate."""
+        if self.config.source is None or self.config.self_conditioning is not None:
+            return None
+        return StableDiffusionPipeline(unet=self.unet, **self.pipeline_parts(self.config.source))

@@ -15,26 +15,11 @@ from lightning_dpipe.strategy.local import sample_losses
 from lightning_dpipe.strategy.modules.controlnet import ControlNet
 from lightning_dpipe.strategy.modules.latent import LatentModule
 from lightning_dpipe.strategy.modules.stable_diffusion import StableDiffusion
+from saved import TEXT, UNET, VAE
 
 SIZE, TOKENS = 32, 7
 OPTIONS: dict[str, Any] = {
-    "unet": {
-        "sample_size": 4, "block_out_channels": (8, 16), "layers_per_block": 1,
-        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-        "cross_attention_dim": 8, "attention_head_dim": 2, "norm_num_groups": 4,
-    },
-    "vae": {
-        "down_block_types": ("DownEncoderBlock2D",) * 4,
-        "up_block_types": ("UpDecoderBlock2D",) * 4,
-        "block_out_channels": (4, 4, 8, 8), "layers_per_block": 1, "norm_num_groups": 4,
-    },
-    "text": {
-        "vocab_size": 16, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "max_position_embeddings": 8, "projection_dim": 4,
-        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-    },
-    "image_size": SIZE, "num_tokens": TOKENS, "seed": 3,
+    "unet": UNET, "vae": VAE, "text": TEXT, "image_size": SIZE, "num_tokens": TOKENS, "seed": 3,
 }  # fmt: skip
 
 

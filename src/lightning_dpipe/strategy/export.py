@@ -1,0 +1,139 @@
+"""A checkpoint as a folder that diffusers and transformers load with ``from_pretrained``.
+
+In:     a configured module on the CPU and a checkpoint of it (any stage count wrote the same file).
+Out:    a folder per part in diffusers' layout (``unet``, ``vae``, ``text_encoder``, ``scheduler``,
+        ...), averaged weights beside the raw ones (``unet_ema``), and a model card. Where the
+        module knows its pipeline, the folder is one: ``DiffusionPipeline.from_pretrained(folder)``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from torch import Tensor, nn
+
+from lightning_dpipe.core.errors import DPipeError
+from lightning_dpipe.strategy.callbacks.whole import whole_weights
+from lightning_dpipe.strategy.checkpoint import load_model_state
+from lightning_dpipe.strategy.module import DiffusionModule
+from lightning_dpipe.version import __version__
+
+FOLDERS: Mapping[str, str] = {"text": "text_encoder", "dit": "transformer"}
+"""diffusers' names of parts, where a module's attribute is called otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What was written: folders of raw parts and of averaged ones, and the pipeline's class."""
+
+    parts: tuple[str, ...]
+    averaged: tuple[str, ...]
+    pipeline: str | None
+
+
+def export(module: DiffusionModule, checkpoint: Mapping[str, Any], folder: Path) -> Exported:
+    """Write the folder.
+
+    Args:
+        module: Of the checkpoint's model, after ``configure_model``.
+        checkpoint: What ``torch.load`` read.
+        folder: Made if need be; must be empty, so that nothing of another model stays in it.
+
+    Raises:
+        DPipeError: The folder holds files, the module has no part that can be saved, or the
+            checkpoint is of another model.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise DPipeError(f"{folder} is not empty; choose a new folder to export to")
+    parts: dict[str, Any] = {n: part for n, part in module.named_children() if _saves(part)}
+    if not parts:
+        raise DPipeError(
+            f"{type(module).__name__} has no part with save_pretrained(): only models of diffusers "
+            "and transformers can be exported"
+        )
+    try:
+        load_model_state(module, checkpoint["state_dict"], strict=True)
+    except (KeyError, RuntimeError) as error:
+        raise DPipeError(f"the checkpoint is not of this model: {error}") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, part in parts.items():
+        part.save_pretrained(folder / _folder(name))
+    scheduler: Any = getattr(module, "scheduler", None)
+    if scheduler is not None:
+        scheduler.save_pretrained(folder / "scheduler")
+    pipeline = module.to_pipeline()
+    if pipeline is not None:
+        pipeline.save_pretrained(folder)
+    averaged = _save_averaged(module, parts, _average(checkpoint), folder)
+    done = Exported(
+        parts=tuple(map(_folder, parts)),
+        averaged=averaged,
+        pipeline=None if pipeline is None else type(pipeline).__name__,
+    )
+    (folder / "README.md").write_text(_card(module, checkpoint, done), encoding="utf-8")
+    return done
+
+
+def _save_averaged(
+    module: DiffusionModule,
+    parts: Mapping[str, Any],
+    average: Mapping[str, Tensor],
+    folder: Path,
+) -> tuple[str, ...]:
+    """Save the parts that have averaged weights a second time, with these."""
+    found = []
+    with whole_weights(module, average):
+        for name, part in parts.items():
+            if any(weight.startswith(f"{name}.") for weight in average):
+                found.append(f"{_folder(name)}_ema")
+                part.save_pretrained(folder / found[-1])
+    return tuple(found)
+
+
+def _average(checkpoint: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    """The EMA callback's weights, if the run had it."""
+    for state in checkpoint.get("callbacks", {}).values():
+        if isinstance(state, Mapping) and isinstance(state.get("average"), Mapping):
+            average: Mapping[str, Tensor] = state["average"]
+            return average
+    return {}
+
+
+def _saves(part: nn.Module) -> bool:
+    return callable(getattr(part, "save_pretrained", None))
+
+
+def _folder(name: str) -> str:
+    return FOLDERS.get(name, name)
+
+
+def _card(module: DiffusionModule, checkpoint: Mapping[str, Any], done: Exported) -> str:
+    """A model card: what is in the folder, and how it came about."""
+    trained = [f"`{b.name}`" for b in module.spec.backbones]
+    size = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    lines = [
+        "---",
+        "library_name: diffusers",
+        "tags: [lightning-dpipe]",
+        "---",
+        f"# {type(module).__name__}",
+        "",
+        f"Trained: {', '.join(trained)} ({size / 1e6:.1f} M weights), "
+        f"{checkpoint.get('global_step', 'unknown')} steps, seed {module.seed}.",
+        "",
+        f"Parts: {', '.join(done.parts)}.",
+    ]
+    if done.averaged:
+        lines.append(f"Averaged weights (EMA): {', '.join(done.averaged)}.")
+    if done.pipeline is not None:
+        lines += ["", f"    diffusers.{done.pipeline}.from_pretrained(FOLDER)"]
+    lines += [
+        "",
+        f"Written by lightning-dpipe {__version__} with diffusers {diffusers.__version__} and "
+        f"torch {torch.__version__}. Add what the data were, and the licence.",
+        "",
+    ]
+    return "\n".join(lines)
