@@ -46,7 +46,7 @@ def head(plan: Plan, profile: Profile, place: str) -> str:
     rows = max(split_sizes(plan.batch_size * plan.num_devices, plan.num_microbatches))
     how = "ESTIMATED (roofline), not measured" if profile.estimated else "measured"
     shape = (
-        f"{len(plan.groups)} x {plan.num_devices} devices, {len(plan.stages)} stages, "
+        f"{len(plan.groups)} x {plan.num_devices} devices, {plan.stage_counts} stages, "
         f"{plan.schedule}"
     )
     if plan.num_devices == 1:

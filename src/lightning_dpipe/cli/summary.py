@@ -72,7 +72,7 @@ class RunSummary(Callback):
         if plan is not None:
             rows = max(split_sizes(plan.batch_size * plan.num_devices, plan.num_microbatches))
             shape = (
-                f"{world_size} ranks = {len(plan.stages)} stages x {len(plan.groups)} replicas, "
+                f"{world_size} ranks = {plan.stage_counts} stages x {len(plan.groups)} replicas, "
                 f"{plan.schedule}, {plan.num_microbatches} micro-batches of {rows}"
             )
         lines = {"world": shape}

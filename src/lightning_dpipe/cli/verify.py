@@ -66,7 +66,7 @@ def run(config: DictConfig, flags: Sequence[str] = ()) -> None:
     comparisons = compare(planned)
     plan = planned.built.plan
     print(
-        f"{len(plan.stages)} stages x {len(plan.groups)} replicas, {plan.schedule}, "
+        f"{plan.stage_counts} stages x {len(plan.groups)} replicas, {plan.schedule}, "
         f"{plan.num_microbatches} micro-batches, {len(plan.fills)} fills, "
         f"global batch {plan.batch_size * plan.world_size}"
     )

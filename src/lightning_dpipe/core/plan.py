@@ -159,6 +159,11 @@ class Plan:
             found.setdefault(stage.backbone, []).append(index)
         return tuple(map(tuple, found.values()))
 
+    @property
+    def stage_counts(self) -> str:
+        """Stages of each backbone as text: ``4``, or ``2 + 2``."""
+        return " + ".join(str(len(chain)) for chain in self.chains)
+
     def stages_on(self, device: int) -> tuple[int, ...]:
         """Indices of the stages that live on a device."""
         return tuple(i for i, stage in enumerate(self.stages) if device in stage.devices)

@@ -7,7 +7,7 @@ slot after its last use and gives receives and gathers numbered buffers.
 
 from lightning_dpipe.core.errors import PlanError, UnsupportedError
 from lightning_dpipe.core.graph import ModelGraph
-from lightning_dpipe.core.plan import Plan
+from lightning_dpipe.core.plan import Plan, Stage
 from lightning_dpipe.core.program import Program, StepShape
 from lightning_dpipe.core.schedule import Schedule
 from lightning_dpipe.lowering.context import Lowering
@@ -88,10 +88,15 @@ def _check_replicas(plan: Plan, shape: StepShape) -> None:
             )
         for device in stage.devices:
             for other in plan.stages_on(device):
-                if plan.stages[other].devices != stage.devices:
+                beside = plan.stages[other]
+                if (beside.devices, beside.shares) != (stage.devices, stage.shares):
                     raise UnsupportedError(
                         f"device {device} holds a replica of stage {index}, which is on devices "
-                        f"{stage.devices}, and stage {other}, which is on devices "
-                        f"{plan.stages[other].devices}; stages that share a device and have "
-                        "replicas must be on the same devices"
+                        f"{stage.devices}{_by(stage)}, and stage {other}, which is on devices "
+                        f"{beside.devices}{_by(beside)}; stages that share a device and have "
+                        "replicas must be on the same devices, with the same shares"
                     )
+
+
+def _by(stage: Stage) -> str:
+    return f" by {':'.join(map(str, stage.shares))}" if stage.shares else ""
