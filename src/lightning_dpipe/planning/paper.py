@@ -79,11 +79,12 @@ def paper_plan(
     for least_us, num, bounds in bounded:
         if least_us >= best_us:
             break  # every plan that is left has a bound above the best: the outer search is over
-        seen = bounds.costs.profile
+        costs, seen = bounds.costs, bounds.costs.profile
+        assert isinstance(costs, BackboneCosts)
         cut = paper_partition(
-            bounds.costs, bounds.cutting, num_stages=num, probability=probability, uniform=True
+            costs, bounds.cutting, num_stages=num, probability=probability, uniform=True
         )
-        stages = best_first.stages_of(bounds.costs.backbone, cut, bounds)
+        stages = best_first.stages_of(costs.backbone, cut, bounds)
         plan = plan_of(base, bounds.cutting, stages)
         if fill:
             plan = with_fills(plan, seen, fill="paper")
