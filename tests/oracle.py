@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from lightning_dpipe.core.plan import Fill, Plan
-from lightning_dpipe.models.spec import FrozenComponent, PipelineSpec
+from lightning_dpipe.models.spec import (
+    Backbone,
+    FrozenComponent,
+    PipelineSpec,
+    SelfConditioning,
+)
 
 Source = tuple[str, int, str]
 
@@ -95,32 +100,44 @@ def accumulate(
     """
     total = 0.0
     pieces = {k: v.tensor_split(num_microbatches) for k, v in named.items()}
-    conditioning = spec.self_conditioning
     for m in range(num_microbatches):
         env = {name: parts[m] for name, parts in pieces.items()}
-        if conditioning is not None:
-            rows = len(next(iter(env.values())))
-            zeros = torch.zeros(rows, *conditioning.shape, dtype=conditioning.dtype)
-            env[conditioning.writes] = zeros
-            if self_conditioned:
-                with torch.no_grad():
-                    first = _backbones(spec, dict(env))
-                    estimate = conditioning.estimate(*[first[r] for r in conditioning.reads])
-                env[conditioning.writes] = estimate
-        done = _backbones(spec, env)
-        for loss in spec.losses().values():
+        for backbone in spec.backbones:
+            own = dict(env)
+            _feed_back(spec.self_conditioning, backbone, own, self_conditioned)
+            done = _run(backbone, own)
+            loss = spec.losses()[backbone.name]
             per_sample = loss.fn(*[done[r] for r in loss.reads])
             total += float(per_sample.detach().sum())
             (per_sample * scale).sum().backward()
     return total
 
 
-def _backbones(spec: PipelineSpec, env: dict[str, Tensor]) -> dict[str, Tensor]:
-    for backbone in spec.backbones:
-        for layer in backbone.layers:
-            outputs = layer.module(*[env[r] for r in layer.reads])
-            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            env.update(zip(layer.writes, outputs, strict=True))
+def _feed_back(
+    conditioning: SelfConditioning | None,
+    backbone: Backbone,
+    env: dict[str, Tensor],
+    self_conditioned: bool,
+) -> None:
+    """Write the estimate that a backbone reads, if it reads one: zeros, or that of a first run."""
+    if conditioning is None or not any(conditioning.writes in x.reads for x in backbone.layers):
+        return
+    rows = len(next(iter(env.values())))
+    zeros = torch.zeros(rows, *conditioning.shape, dtype=conditioning.dtype)
+    env[conditioning.writes] = zeros
+    if self_conditioned:
+        with torch.no_grad():
+            first = _run(backbone, dict(env))
+            env[conditioning.writes] = conditioning.estimate(
+                *[first[r] for r in conditioning.reads]
+            )
+
+
+def _run(backbone: Backbone, env: dict[str, Tensor]) -> dict[str, Tensor]:
+    for layer in backbone.layers:
+        outputs = layer.module(*[env[r] for r in layer.reads])
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        env.update(zip(layer.writes, outputs, strict=True))
     return env
 
 

@@ -56,6 +56,45 @@ def make_plan(
     )
 
 
+def opposite_plan(
+    graph: ModelGraph,
+    cuts: Sequence[Sequence[int]],
+    *,
+    num_microbatches: int,
+    batch_size: int,
+    schedule: str = "1f1b",
+    groups: int = 1,
+    replicas: int = 1,
+    fills: tuple[Fill, ...] = (),
+) -> Plan:
+    """A plan for several backbones: the first down the devices, the second up, and so on.
+
+    `cuts` are those of each backbone; every place of the pipeline is `replicas` devices.
+    """
+    places = [tuple(range(i, i + replicas)) for i in range(0, 10**3, replicas)]
+    places = places[: len(cuts[0]) + 1]
+    stages: list[Stage] = []
+    for k, (backbone, own) in enumerate(zip(graph.backbones, cuts, strict=True)):
+        borders = [0, *own, len(backbone.layers)]
+        homes = places[: len(own) + 1] if k % 2 == 0 else places[::-1][: len(own) + 1]
+        stages += [
+            Stage(backbone=backbone.name, start=a, stop=b, devices=home)
+            for a, b, home in zip(borders[:-1], borders[1:], homes, strict=True)
+        ]
+    num_devices = len(places) * replicas
+    return Plan(
+        graph_digest=digest(graph),
+        profile_digest="test",
+        groups=default_groups(num_devices * groups, num_devices),
+        stages=tuple(stages),
+        num_microbatches=num_microbatches,
+        batch_size=batch_size,
+        schedule=schedule,
+        fills=fills,
+        conditioned=None if graph.feedback is None else graph.feedback.backbone,
+    )
+
+
 @dataclass
 class RankOutcome:
     """What one rank's run left."""
@@ -147,7 +186,7 @@ def _rows(fields: Mapping[str, Tensor]) -> int:
 
 
 def gather_gradients(plan: Plan, outcomes: Sequence[RankOutcome]) -> dict[str, Tensor | None]:
-    """Gradient of every trained weight by layer name, from the ranks of group 0 that hold it."""
+    """Gradient of every trained weight by backbone and layer, from group 0's ranks."""
     found: dict[str, Tensor | None] = {}
     for device, rank in enumerate(plan.groups[0]):
         for index in plan.stages_on(device):
@@ -156,5 +195,5 @@ def gather_gradients(plan: Plan, outcomes: Sequence[RankOutcome]) -> dict[str, T
             for layer in backbone.layers[stage.start : stage.stop]:
                 for i, p in enumerate(layer.parameters()):
                     if p.requires_grad:
-                        found[f"{layer.name}.{i}"] = p.grad
+                        found[f"{stage.backbone}.{layer.name}.{i}"] = p.grad
     return found

@@ -138,16 +138,59 @@ class Mixer(nn.Module):
         return (out, out) if self.alias else out
 
 
-def random_model(seed: int) -> PipelineSpec:
+def cascade(
+    depths: Sequence[int] = (3, 2),
+    *,
+    seed: int = 0,
+    dropout: float = 0.0,
+    feedback: int | None = None,
+) -> PipelineSpec:
+    """U-shaped backbones side by side, as a cascaded diffusion model has them.
+
+    All read the frozen `context` and the field `time`; backbone i > 0 also reads what a frozen
+    component of its own makes of the image. Inner names are the same in all of them. `feedback` is
+    the number of the backbone that is self-conditioned.
+    """
+    parts = [
+        small_unet(depth, seed=seed + i, dropout=dropout, self_conditioning=i == feedback)
+        for i, depth in enumerate(depths)
+    ]
+    frozen, backbones = list(parts[0].frozen), []
+    for i, part in enumerate(parts):
+        layers = part.backbones[0].layers
+        if i:
+            frozen.append(
+                FrozenComponent(
+                    name=f"low{i}",
+                    layers=(
+                        Layer(
+                            name=f"low{i}", module=Scale(), reads=("image",), writes=(f"low{i}",)
+                        ),
+                    ),
+                )
+            )
+            mixed = Layer(
+                name="mixed", module=Block(3), reads=("h", f"low{i}", "emb"), writes=("h",)
+            )
+            layers = (*layers[:2], mixed, *layers[2:])
+        backbones.append(Backbone(name=f"net{i}", layers=layers))
+    return PipelineSpec(
+        inputs=parts[0].inputs,
+        frozen=tuple(frozen),
+        backbones=tuple(backbones),
+        loss={b.name: Loss(fn=_per_sample, reads=("out", "target")) for b in backbones},
+        self_conditioning=None if feedback is None else parts[feedback].self_conditioning,
+    )
+
+
+def random_backbone(name: str, draw: random.Random, extra: Sequence[str] = ()) -> Backbone:
     """A random chain: skips of any length, conditioning read anywhere, aliases, frozen layers."""
-    draw = random.Random(seed)
-    torch.manual_seed(seed)
     layers: list[Layer] = []
     known = ["h"]  # graph state that a later layer may read
     for i in range(draw.randint(3, 9)):
         reads = ["h" if i else "noisy"]
         reads += draw.sample(known[1:], min(len(known) - 1, draw.randint(0, 2)))
-        reads += draw.sample(["context", "time", "noisy"], draw.randint(0, 2))
+        reads += draw.sample(["context", "time", "noisy", *extra], draw.randint(0, 2))
         alias = draw.random() < 0.4
         trained = i == 0 or draw.random() < 0.75
         layers.append(
@@ -159,16 +202,30 @@ def random_model(seed: int) -> PipelineSpec:
             )
         )
         known += [f"s{i}"] if alias else []
+    return Backbone(name=name, layers=tuple(layers))
+
+
+def random_model(seed: int, num_backbones: int = 1) -> PipelineSpec:
+    """Random backbones; the second one and those after it also read a component of their own."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    backbones = [random_backbone("net", draw)]
     text = Layer(name="text", module=Scale(), reads=("tokens",), writes=("t",))
     last = Layer(name="project", module=Scale(), reads=("t",), writes=("context",))
     noise = Layer(name="mix", module=Add(), reads=("image", "context"), writes=("noisy", "target"))
+    frozen = [
+        FrozenComponent(name="text", layers=(text, last)),
+        FrozenComponent(name="noise", layers=(noise,)),
+    ]
+    if num_backbones > 1:
+        low = Layer(name="low", module=Scale(), reads=("image",), writes=("low",))
+        frozen.append(FrozenComponent(name="low", layers=(low,)))
+        others = range(1, num_backbones)
+        backbones += [random_backbone(f"net{i}", draw, extra=("low",)) for i in others]
     field = Field(shape=(WIDTH,))
     return PipelineSpec(
         inputs={"tokens": field, "image": field, "time": field},
-        frozen=(
-            FrozenComponent(name="text", layers=(text, last)),
-            FrozenComponent(name="noise", layers=(noise,)),
-        ),
-        backbones=(Backbone(name="net", layers=tuple(layers)),),
-        loss=Loss(fn=_per_sample, reads=("h", "target")),
+        frozen=tuple(frozen),
+        backbones=tuple(backbones),
+        loss={b.name: Loss(fn=_per_sample, reads=("h", "target")) for b in backbones},
     )

@@ -6,7 +6,7 @@ cost at n samples is ``fixed_us + n * per_sample``: partial batches are exactly 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_dpipe.core.graph import (
     ComponentGraph,
@@ -141,6 +141,43 @@ def model_profile(
         dtype="float32",
         overhead_us=overhead_us,
     )
+
+
+def pair_profile(*parts: Profile) -> Profile:
+    """One model with the backbones of several, ``net0``, ``net1``, ..., on one batch field `x`.
+
+    Frozen components keep their names, so only one part may have a component of a name.
+    """
+    values = list(parts[0].graph.values[:1])
+    components, costs, losses, feedback = [], [], [], None
+    for i, part in enumerate(parts):
+        graph, shift = part.graph, len(values) - 1
+        values += graph.values[1:]
+
+        def moved(reads: Sequence[int], shift: int = shift) -> tuple[int, ...]:
+            return tuple(v + shift if v else 0 for v in reads)
+
+        for component in graph.components:
+            name = f"net{i}" if component.name == "net" else component.name
+            layers = tuple(
+                replace(x, reads=moved(x.reads), writes=moved(x.writes)) for x in component.layers
+            )
+            components.append(replace(component, name=name, layers=layers))
+            costs.append(replace(part.component(component.name), name=name))
+        losses += [LossNode(backbone=f"net{i}", reads=moved(x.reads)) for x in graph.losses]
+        node = graph.feedback
+        if node is not None:
+            writes = node.writes + shift
+            feedback = FeedbackNode(backbone=f"net{i}", reads=moved(node.reads), writes=writes)
+    components.sort(key=lambda c: c.kind is ComponentKind.BACKBONE)
+    graph = ModelGraph(
+        values=tuple(values),
+        inputs=(0,),
+        components=tuple(components),
+        losses=tuple(losses),
+        feedback=feedback,
+    )
+    return replace(parts[0], graph=graph, costs=tuple(costs))
 
 
 def _node(name: str, reads: tuple[int, ...], writes: int, *, trained: bool) -> LayerNode:

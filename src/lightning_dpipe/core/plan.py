@@ -46,6 +46,11 @@ class Plan:
     `groups[g][d]` is the global rank of device `d` in pipeline group `g`; groups are replicas of
     the whole pipeline. `batch_size` is per device, as under DDP, so a group's micro-batches cut
     ``batch_size * num_devices`` samples. `fills` is empty when frozen work runs up front.
+
+    With several backbones `stages` lists one backbone after the other, each in ascending layer
+    order, and their ops share the devices: `lengths` are the relative lengths of each stage's
+    forward and backward by which they are put in order (empty: 1 and 2), `conditioned` is the
+    backbone whose steps may be self-conditioned.
     """
 
     graph_digest: str
@@ -57,6 +62,8 @@ class Plan:
     schedule: str
     fills: tuple[Fill, ...] = ()
     version: int = 1
+    lengths: tuple[tuple[int, int], ...] = ()
+    conditioned: str | None = None
 
     def __post_init__(self) -> None:
         sizes = {len(group) for group in self.groups}
@@ -70,6 +77,11 @@ class Plan:
             raise PlanError(
                 f"num_microbatches={self.num_microbatches}, batch_size={self.batch_size}; "
                 "both must be at least 1"
+            )
+        if self.lengths and len(self.lengths) != len(self.stages):
+            raise PlanError(
+                f"{len(self.lengths)} pairs of lengths for {len(self.stages)} stages; give one "
+                "(forward, backward) per stage, or none"
             )
 
     @property
@@ -96,6 +108,14 @@ class Plan:
         for ranks in self.groups:
             for device, rank in enumerate(ranks):
                 found.setdefault(self.stages_on(device), []).append(rank)
+        return tuple(map(tuple, found.values()))
+
+    @property
+    def chains(self) -> tuple[tuple[int, ...], ...]:
+        """Indices of each backbone's stages, in layer order, by backbone."""
+        found: dict[str, list[int]] = {}
+        for index, stage in enumerate(self.stages):
+            found.setdefault(stage.backbone, []).append(index)
         return tuple(map(tuple, found.values()))
 
     def stages_on(self, device: int) -> tuple[int, ...]:

@@ -69,7 +69,7 @@ class Lowering:
     def share(self, device: int, microbatch: int) -> Rows:
         """Rows of a micro-batch that a device works on.
 
-        A device with several stages has no replicas (`lower` checks), so any of them tells.
+        Stages that share a device have the same replicas (`lower` checks), so any of them tells.
         """
         return self.shares(device, self.layout)[microbatch]
 

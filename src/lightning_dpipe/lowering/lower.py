@@ -67,7 +67,7 @@ def lower(
 
 
 def _check_replicas(plan: Plan, shape: StepShape) -> None:
-    """A replica works on its share of each micro-batch: it must be its device's only stage."""
+    """A replica works on its rows of each micro-batch: those of its device, whatever the stage."""
     rows = sum(shape.sizes) // plan.num_microbatches
     for index, stage in enumerate(plan.stages):
         if len(stage.devices) == 1:
@@ -79,8 +79,11 @@ def _check_replicas(plan: Plan, shape: StepShape) -> None:
                 "micro-batches or replicas"
             )
         for device in stage.devices:
-            if len(plan.stages_on(device)) > 1:
-                raise UnsupportedError(
-                    f"device {device} holds a replica of stage {index} and "
-                    f"{len(plan.stages_on(device)) - 1} more stages; give replicas a device each"
-                )
+            for other in plan.stages_on(device):
+                if plan.stages[other].devices != stage.devices:
+                    raise UnsupportedError(
+                        f"device {device} holds a replica of stage {index}, which is on devices "
+                        f"{stage.devices}, and stage {other}, which is on devices "
+                        f"{plan.stages[other].devices}; stages that share a device and have "
+                        "replicas must be on the same devices"
+                    )

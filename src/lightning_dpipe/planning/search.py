@@ -7,18 +7,17 @@ Numbers that the user gives are taken; "auto" leaves them to the search of `auto
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
 from typing import Literal
 
 from lightning_dpipe.core.errors import PlanError
 from lightning_dpipe.core.jsonio import digest
 from lightning_dpipe.core.plan import Plan, Stage, default_groups, split_sizes
 from lightning_dpipe.core.profile import Profile
-from lightning_dpipe.planning.auto import Progress, Space, only_backbone, search
+from lightning_dpipe.planning.auto import Progress, Space, search
 from lightning_dpipe.planning.filling import lower_bound_us
-from lightning_dpipe.planning.partition import partition
+from lightning_dpipe.planning.opposite import Cuts, num_stages_of, opposite_stages, with_lengths
 from lightning_dpipe.planning.schedules.of_plan import schedule_of
 from lightning_dpipe.planning.variants import SELF_CONDITIONING, filler_of, with_fills
 from lightning_dpipe.simulation.simulate import simulate
@@ -41,11 +40,11 @@ def make_plan(
     num_microbatches: int | Auto | None = None,
     schedule: str = "1f1b",
     fill: bool | str = True,
-    cuts: Sequence[int] | None = None,
+    cuts: Cuts | None = None,
     probability: float = SELF_CONDITIONING,
     progress: Progress | None = None,
 ) -> Plan:
-    """Plan the training of one backbone.
+    """Plan the training of one backbone, or of several in opposite directions (see `opposite`).
 
     Args:
         profile: Costs of the model on the device it will run on.
@@ -59,14 +58,15 @@ def make_plan(
         schedule: A key of `planning.schedules.SCHEDULES`.
         fill: Whether frozen work runs ahead in bubbles, rather than up front; "paper" places it as
             DiffusionPipe does.
-        cuts: First layer of every stage but the first; by default the fastest slowest stage.
+        cuts: First layer of every stage but the first, by backbone if there are several; by default
+            the fastest slowest stage.
         probability: Share of self-conditioned steps, if the model has them.
         progress: Called during a search, see `auto.Progress`.
 
     Raises:
         PlanError: The numbers do not fit each other or the model.
         ScheduleError: The schedule is unknown.
-        UnsupportedError: The model has several backbones.
+        UnsupportedError: "auto" for a model with several backbones.
     """
     filler = filler_of(fill)
     if "auto" in (num_stages, num_microbatches):
@@ -83,7 +83,7 @@ def make_plan(
     assert num_stages != "auto"
     assert num_microbatches != "auto"
     if num_stages is None:
-        num_stages = world_size if cuts is None else len(cuts) + 1
+        num_stages = world_size if cuts is None else num_stages_of(cuts)
     plan = _fixed_plan(
         profile, world_size, batch_size, num_stages, num_microbatches, schedule, cuts
     )
@@ -97,9 +97,9 @@ def _fixed_plan(
     num_stages: int,
     num_microbatches: int | None,
     schedule: str,
-    cuts: Sequence[int] | None,
+    cuts: Cuts | None,
 ) -> Plan:
-    """One device a stage, without fills."""
+    """One device a stage of each backbone, without fills."""
     groups = default_groups(world_size, num_stages)
     group_batch = batch_size * num_stages
     if num_microbatches is None:
@@ -121,19 +121,20 @@ def _fixed_plan(
         schedule=schedule,
     )
     schedule_of(plan)  # an unknown schedule is refused now, not when the plan is first used
-    return plan
+    return with_lengths(plan, profile)
 
 
 def _space(
     num_stages: int | Auto | None,
     num_microbatches: int | Auto | None,
     world_size: int,
-    cuts: Sequence[int] | None,
+    cuts: Cuts | None,
 ) -> Space:
     """What is left to the search."""
     if cuts is not None:
+        given = dict(cuts) if isinstance(cuts, Mapping) else tuple(cuts)
         raise PlanError(
-            f'cuts={tuple(cuts)} fix the stages, which "auto" would choose; '
+            f'cuts={given} fix the stages, which "auto" would choose; '
             "give num_microbatches as a number, or no cuts"
         )
     fixed = num_microbatches if isinstance(num_microbatches, int) else None
@@ -146,7 +147,8 @@ def _space(
 def explain(plan: Plan, profile: Profile) -> str:
     """Table of the stages and what the plan is predicted to cost, as `dpipe plan` prints it."""
     rows = max(split_sizes(plan.batch_size * plan.num_devices, plan.num_microbatches))
-    lines = ["stage  layers     forward    backward   parameters  devices"]
+    several = len(plan.chains) > 1
+    lines = ["stage  layers     forward    backward   parameters  devices" + "  backbone" * several]
     for i, s in enumerate(plan.stages):
         span = (s.backbone, s.start, s.stop)
         costs = profile.component(s.backbone).layers[s.start : s.stop]
@@ -156,7 +158,9 @@ def explain(plan: Plan, profile: Profile) -> str:
             f"{profile.forward_us(*span, samples) / 1e3:>6.2f} ms"
             f"{profile.backward_us(*span, samples) / 1e3:>9.2f} ms"
             f"{sum(c.param_bytes for c in costs) / 1e6:>10.2f} MB"
-            f"  {', '.join(map(str, s.devices))}" + (" recompute" if s.recompute else "")
+            f"  {', '.join(map(str, s.devices))}"
+            + (" recompute" if s.recompute else "")
+            + f"        {s.backbone}" * several
         )
     schedule = schedule_of(plan)
     unfilled = simulate(replace(plan, fills=()), schedule, profile)
@@ -180,26 +184,16 @@ def explain(plan: Plan, profile: Profile) -> str:
 
 
 def _stages(
-    profile: Profile, num_stages: int, samples: int, cuts: Sequence[int] | None
+    profile: Profile, num_stages: int, samples: int, cuts: Cuts | None
 ) -> tuple[Stage, ...]:
-    """Stage i on device i."""
-    backbone = only_backbone(profile)
-    if cuts is None:
-        ranges = partition(profile, backbone, num_stages=num_stages, samples=samples)
-    else:
-        ranges = _ranges(cuts, num_stages, len(profile.graph.component(backbone).layers))
-    return tuple(
-        Stage(backbone=backbone, start=start, stop=stop, devices=(device,))
-        for device, (start, stop) in enumerate(ranges)
-    )
-
-
-def _ranges(cuts: Sequence[int], num_stages: int, num_layers: int) -> tuple[tuple[int, int], ...]:
-    """Half-open layer ranges between explicit borders."""
-    ranges = tuple(pairwise((0, *cuts, num_layers)))
-    if len(ranges) != num_stages or any(start >= stop for start, stop in ranges):
-        raise PlanError(
-            f"cuts={tuple(cuts)} do not cut {num_layers} layers into {num_stages} stages; "
-            f"give {num_stages - 1} ascending layer numbers between 1 and {num_layers - 1}"
-        )
-    return ranges
+    """Stage i on device i; with several backbones every other one from the last device up."""
+    backbones = profile.graph.backbones
+    if cuts is not None and not isinstance(cuts, Mapping):
+        if len(backbones) > 1:
+            names = ", ".join(c.name for c in backbones)
+            raise PlanError(
+                f"cuts={tuple(cuts)} for a model with {len(backbones)} backbones ({names}); give "
+                "a mapping from backbone name to its cuts"
+            )
+        cuts = {backbones[0].name: cuts}
+    return opposite_stages(profile, num_stages=num_stages, samples=samples, cuts=cuts)

@@ -6,6 +6,7 @@ draws are too.
 """
 
 import hashlib
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,10 +19,14 @@ def fold(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
+# Torch's generator is the process's own, and ranks may be threads of one process.
+_GENERATOR = threading.RLock()
+
+
 @contextmanager
 def forked(device: torch.device, *key: int | str) -> Iterator[None]:
     """Seed torch's generators from `key` inside the block and put them back after it."""
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with _GENERATOR, torch.random.fork_rng(devices=devices):
         torch.manual_seed(fold(*key))
         yield

@@ -52,7 +52,7 @@ class StageRunner:
         self.layers: tuple[BoundLayer, ...] = tuple(
             binding.layers[stage.backbone][stage.start : stage.stop]
         )
-        self.first_layer = stage.start
+        self._first_key = stage.start + _layers_before(graph, stage.backbone)
         self.device = device
         self.graph_state = graph.graph_state
         self.needs_grad = frozenset(i for i, v in enumerate(graph.values) if v.requires_grad)
@@ -94,7 +94,7 @@ class StageRunner:
         for index, (layer, drops) in enumerate(zip(self.layers, self._drops, strict=True)):
             inputs = [env[v] for v in layer.reads]
             if layer.random and draws is not None:
-                key = (draws.seed, draws.batch_index, self.first_layer + index)
+                key = (draws.seed, draws.batch_index, self._first_key + index)
                 with forked(self.device, *key, draws.group, draws.first_row):
                     outputs = layer.fn(*inputs)
             else:
@@ -143,6 +143,12 @@ class StageRunner:
             leaf = saved.leaves[value]
             out.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
         return out
+
+
+def _layers_before(graph: ModelGraph, backbone: str) -> int:
+    """Layers of the backbones in front of one, so that no two draw dropout alike."""
+    names = [c.name for c in graph.backbones]
+    return sum(len(c.layers) for c in graph.backbones[: names.index(backbone)])
 
 
 def _last_uses(

@@ -17,6 +17,7 @@ from lightning_dpipe.core.errors import SpecError
 from lightning_dpipe.models.spec import (
     DRAW_KEY,
     Backbone,
+    Component,
     FrozenComponent,
     Layer,
     PipelineSpec,
@@ -84,8 +85,9 @@ def sample_losses(
     losses = {}
     for backbone in spec.backbones:
         local = dict(named)
-        if spec.self_conditioning is not None:
-            _feed_back(spec.self_conditioning, backbone, local, self_conditioned)
+        conditioning = spec.self_conditioning
+        if conditioning is not None and conditioning.writes in _outside_reads(backbone):
+            _feed_back(conditioning, backbone, local, self_conditioned)
         _run_layers(backbone.layers, local)
         loss = spec.losses()[backbone.name]
         losses[backbone.name] = loss.fn(*(local[name] for name in loss.reads))
@@ -109,7 +111,7 @@ def _run_order(spec: PipelineSpec, available: Mapping[str, Tensor]) -> tuple[Fro
     return tuple(order)
 
 
-def _outside_reads(component: FrozenComponent) -> set[str]:
+def _outside_reads(component: Component) -> set[str]:
     written: set[str] = set()
     outside: set[str] = set()
     for layer in component.layers:

@@ -22,6 +22,7 @@ from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.models.binding import bind
 from lightning_dpipe.models.liveness import trace
 from lightning_dpipe.models.spec import PipelineSpec
+from lightning_dpipe.planning.opposite import Cuts, num_stages_of
 from lightning_dpipe.planning.schedules import build_schedule
 from lightning_dpipe.planning.search import MICROBATCHES_PER_STAGE, make_plan, with_fills
 from lightning_dpipe.profiling.links import measure_links
@@ -42,7 +43,7 @@ class PlanOptions:
     schedule: str = "1f1b"
     plan: Plan | Path | None = None
     profile: Profile | Path | None = None
-    cuts: tuple[int, ...] | None = None
+    cuts: Cuts | None = None
     budget_s: float = 60.0
 
     def check(self, world_size: int) -> None:
@@ -69,7 +70,7 @@ class PlanOptions:
         """Devices of one pipeline."""
         if self.num_stages is not None:
             return self.num_stages
-        return world_size if self.cuts is None else len(self.cuts) + 1
+        return world_size if self.cuts is None else num_stages_of(self.cuts)
 
     def read_plan(self) -> Plan:
         """The user's plan."""

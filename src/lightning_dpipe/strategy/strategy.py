@@ -10,7 +10,7 @@ last stage of its pipeline, so it has the loss. The back-propagation happens ins
 """
 
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -28,6 +28,7 @@ from lightning_dpipe.core.errors import UnsupportedError
 from lightning_dpipe.core.plan import Plan
 from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.core.timeline import Activity
+from lightning_dpipe.planning.opposite import Cuts
 from lightning_dpipe.runtime.reduce import open_reducer
 from lightning_dpipe.strategy import checkpoint as files
 from lightning_dpipe.strategy.clipping import clip_by_norm, total_norm
@@ -61,7 +62,8 @@ class DiffusionPipeStrategy(RankedStrategy):
         schedule: Name of the order of forward and backward work.
         plan: A plan, or the file of one (`dpipe plan`), instead of making one.
         profile: A profile, or the file of one, instead of measuring the model.
-        cuts: First layer of every stage but the first, instead of balanced stages.
+        cuts: First layer of every stage but the first, instead of balanced stages; by backbone if
+            there are several.
         batch_size: Samples per device, if the loader does not say.
         weights_only: As in ``torch.load``, for checkpoints to resume from: Lightning does not hand
             the Trainer's own argument to strategies that cut the model first.
@@ -77,7 +79,7 @@ class DiffusionPipeStrategy(RankedStrategy):
         schedule: str = "1f1b",
         plan: Plan | Path | str | None = None,
         profile: Profile | Path | str | None = None,
-        cuts: Sequence[int] | None = None,
+        cuts: Cuts | None = None,
         batch_size: int | None = None,
         weights_only: bool | None = None,
         process_group_backend: str | None = None,
@@ -91,7 +93,7 @@ class DiffusionPipeStrategy(RankedStrategy):
             schedule=schedule,
             plan=Path(plan) if isinstance(plan, str) else plan,
             profile=Path(profile) if isinstance(profile, str) else profile,
-            cuts=None if cuts is None else tuple(cuts),
+            cuts=cuts if cuts is None or isinstance(cuts, Mapping) else tuple(cuts),
         )
         self.logs_global = True  # losses are equal on all ranks: nothing to reduce when logging
         self.recorder: Recorder | None = None
@@ -118,9 +120,9 @@ class DiffusionPipeStrategy(RankedStrategy):
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank computes the loss."""
+        """Whether this rank computes a backbone's loss."""
         _, device = self.plan.locate(self.global_rank)
-        return len(self.plan.stages) - 1 in self.plan.stages_on(device)
+        return any(chain[-1] in self.plan.stages_on(device) for chain in self.plan.chains)
 
     @property
     def replica_group(self) -> Any:

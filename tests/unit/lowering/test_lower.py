@@ -93,9 +93,9 @@ def test_a_batch_smaller_than_the_microbatches_is_refused_with_both_numbers() ->
         lower(plan, schedule_of(plan), graph, StepShape(sizes=(2, 2)))
 
 
-def test_a_replica_beside_another_stage_is_refused_by_name() -> None:
+def test_a_replica_beside_a_stage_on_other_devices_is_refused_by_name() -> None:
     graph = trace(small_unet(2))
     plan = make_plan(graph, (3,), num_microbatches=2, batch_size=8)
     wide = replace(plan, stages=(replace(plan.stages[0], devices=(0, 1)), plan.stages[1]))
-    with pytest.raises(UnsupportedError, match="device 1 holds a replica of stage 0 and 1 more"):
+    with pytest.raises(UnsupportedError, match=r"device 1 holds a replica of stage 0.*stage 1"):
         lower(wide, schedule_of(plan), graph, StepShape(sizes=(8, 8)))

@@ -1,8 +1,6 @@
 """Pipelines compute what one process computes, bit for bit with one replica."""
 
-import copy
 import random
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -10,82 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dpipe.core.plan import Fill, Plan
+from lightning_dpipe.core.plan import Fill
 from lightning_dpipe.models.liveness import trace
-from lightning_dpipe.models.spec import PipelineSpec
 from lightning_dpipe.planning.schedules.of_plan import schedule_of
-from oracle import accumulate, encode, fills_of, joint
+from parity import all_rows, compare
 from pipeline import gather_gradients, make_plan, run_pipeline
 from small import random_model, small_batch, small_unet
-
-Make = Callable[[], PipelineSpec]
-
-
-def reference(make: Make, plan: Plan, batches, coins=None, filled=False, accumulation=1):
-    """Losses and gradients of one process over the same micro-batches and encoder slices."""
-    spec = copy.deepcopy(make())
-    losses = []
-    for step, batch in enumerate(batches):
-        total = sum(len(x["image"]) for x in batch)
-        loss = 0.0
-        for ranks in plan.groups:
-            encoded = []
-            for device, rank in enumerate(ranks):
-                ahead = filled and step > 0
-                # The coin of the step that encodes decides which fills were used.
-                coin = bool(coins and coins[step - 1]) if ahead else False
-                slices = fills_of(plan, device, spec, self_conditioned=coin) if ahead else None
-                rows = len(batch[rank]["image"])
-                if slices is None:
-                    slices = [
-                        Fill(device=device, after=None, component=c.name, start=0,
-                             stop=len(c.layers), first=0, last=rows)
-                        for c in spec.frozen
-                    ]  # fmt: skip
-                encoded.append((rank, encode(spec, batch[rank], slices)))
-            named = joint([x for _, x in sorted(encoded, key=lambda pair: pair[0])])
-            loss += accumulate(
-                spec,
-                named,
-                min(plan.num_microbatches, len(named["image"])),
-                1.0 / (total * accumulation),
-                self_conditioned=bool(coins and coins[step]),
-            )
-        losses.append(loss)
-    gradients = {
-        f"{layer.name}.{i}": p.grad
-        for backbone in spec.backbones
-        for layer in backbone.layers
-        for i, p in enumerate(layer.parameters())
-        if p.requires_grad
-    }
-    return losses, gradients
-
-
-def compare(make: Make, plan: Plan, batches, *, exact: bool, **kwargs) -> None:
-    accumulation = kwargs.get("accumulate", 1)
-    outcomes = run_pipeline(make, plan, batches, **kwargs)
-    losses, wanted = reference(
-        make, plan, batches, kwargs.get("coins"), kwargs.get("filled", False), accumulation
-    )
-    found = gather_gradients(plan, outcomes)
-    assert found.keys() == wanted.keys()
-    for step, loss in enumerate(losses):
-        assert sum(o.loss_sums[step] for o in outcomes) == pytest.approx(loss, rel=1e-6)
-    for name, grad in wanted.items():
-        assert grad is not None, name
-        assert found[name] is not None, name
-        if exact:
-            assert torch.equal(found[name], grad), name
-        else:
-            torch.testing.assert_close(found[name], grad, rtol=1e-5, atol=1e-7, msg=name)
-
-
-def all_rows(world: int, rows: int, steps: int):
-    return [
-        [small_batch(rows, seed=100 * step + rank) for rank in range(world)]
-        for step in range(steps)
-    ]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
