@@ -24,7 +24,10 @@ from lightning_dpipe.planning import buckets
 from lightning_dpipe.planning.backlog import FrozenCosts
 from lightning_dpipe.planning.best_first import cuts_by_bound, expected_least_us, stages_of
 from lightning_dpipe.planning.bounds import ChainBounds
+from lightning_dpipe.planning.directions import Directions, costs_of
 from lightning_dpipe.planning.filling import least_frozen_us
+from lightning_dpipe.planning.pair_bounds import PairBounds
+from lightning_dpipe.planning.pair_cuts import in_order, least_pair_us, pair_chains
 from lightning_dpipe.planning.stage_costs import BackboneCosts, Cutting
 from lightning_dpipe.planning.variants import (
     SELF_CONDITIONING,
@@ -112,7 +115,7 @@ def search(
 
     Raises:
         PlanError: No plan fits the numbers, the model or the memory.
-        UnsupportedError: The model has several backbones.
+        UnsupportedError: A backbone reads what another one writes.
     """
     space = Space() if space is None else space
     filler = filler_of(space.fill)
@@ -129,7 +132,8 @@ def search(
     best: Plan | None = None
     best_us, tried = float("inf"), 0
     for config, stages in queue:
-        seen, plan = config.profile, plan_of(base, config.cutting, stages)
+        seen = config.profile
+        plan = in_order(plan_of(base, config.cutting, stages), seen)
         tried += 1
         if expected_bound_us(plan, seen, space.probability, filled=filler) < queue.limit_us:
             if filler is not None:
@@ -222,12 +226,11 @@ def _configs(
     profile: Profile, space: Space, world_size: int, batch_size: int, *, hidden: bool
 ) -> Iterator[_Config]:
     """Every combination of devices, micro-batches, stages and schedule that the space allows."""
-    backbone = only_backbone(profile)
     frozen_us = least_frozen_us(FrozenCosts.of(profile, samples=batch_size, overhead_us=0))
     for num_devices in _group_devices(space, world_size):
         batch = batch_size * num_devices
         seen = profile if space.network is None else space.network(profile, num_devices)
-        costs = BackboneCosts(seen, backbone)
+        costs = costs_of(seen)
         stages = _stage_choices(space, num_devices, costs.num_layers)
         choices = itertools.product(_microbatch_choices(space, batch), space.schedules)
         for num_microbatches, schedule in choices:
@@ -245,7 +248,7 @@ def _configs(
 
 
 def _pipelines(
-    costs: BackboneCosts,
+    costs: BackboneCosts | Directions,
     cutting: Cutting,
     stages: list[int],
     space: Space,
@@ -253,7 +256,10 @@ def _pipelines(
     *,
     hidden: bool,
 ) -> Iterator[_Config]:
-    """One stage a device, for each number of stages."""
+    """One stage of every backbone a device, for each number of stages."""
+    if isinstance(costs, Directions):
+        yield from _pairs(costs, cutting, stages, space, frozen_us, hidden=hidden)
+        return
     variants = tuple(
         (
             share,
@@ -283,8 +289,45 @@ def _pipelines(
         )
 
 
+def _pairs(
+    directions: Directions,
+    cutting: Cutting,
+    positions: list[int],
+    space: Space,
+    frozen_us: int,
+    *,
+    hidden: bool,
+) -> Iterator[_Config]:
+    """Several backbones in two directions, for each number of positions."""
+    variants = tuple(
+        (
+            share,
+            PairBounds(
+                directions,
+                replace(cutting, self_conditioned=conditioned),
+                max_positions=positions[-1],
+                frozen_us=frozen_us,
+                hidden=hidden,
+            ),
+        )
+        for conditioned, share in variants_of(directions.profile.graph, space.probability)
+    )
+    for num_positions in positions:
+        yield _Config(
+            profile=directions.profile,
+            cutting=cutting,
+            bound_us=least_pair_us(variants, num_positions),
+            chains=partial(pair_chains, variants, num_positions, space.max_nodes),
+        )
+
+
 def _buckets(
-    costs: BackboneCosts, cutting: Cutting, space: Space, frozen_us: int, *, hidden: bool
+    costs: BackboneCosts | Directions,
+    cutting: Cutting,
+    space: Space,
+    frozen_us: int,
+    *,
+    hidden: bool,
 ) -> _Config:
     """Several stages on one device."""
     bound_us = costs.profile.overhead_us + sum(

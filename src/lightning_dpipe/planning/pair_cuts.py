@@ -17,12 +17,14 @@ from functools import partial
 
 import numpy as np
 
-from lightning_dpipe.core.plan import Plan, Stage, split_sizes
+from lightning_dpipe.core.plan import Plan, Stage, default_groups
 from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.planning.best_first import Entry, by_bound
 from lightning_dpipe.planning.directions import Directions
+from lightning_dpipe.planning.opposite import with_lengths
 from lightning_dpipe.planning.pair_bounds import NO_POSITION, PairBounds
 from lightning_dpipe.planning.schedules.of_plan import schedule_of
+from lightning_dpipe.planning.stage_costs import Cutting
 from lightning_dpipe.simulation.memory import peak_bytes
 
 PairVariant = tuple[float, PairBounds]
@@ -103,6 +105,24 @@ def _extended(
             yield float(bounds_us[stop, start]), num_positions - 1, next(ticket), added, prefixes
 
 
+def pair_chains(
+    variants: Sequence[PairVariant],
+    num_positions: int,
+    max_nodes: int | None,
+    limit_us: Callable[[], float],
+) -> Iterator[tuple[float, tuple[Stage, ...]]]:
+    """Bounds and stages of the cuts that fit into memory; no stages: others were left out."""
+    bounds = variants[0][1]
+    profile, cutting = bounds.directions.profile, bounds.cutting
+    for cut in pair_cuts_by_bound(variants, num_positions, limit_us=limit_us, max_nodes=max_nodes):
+        if not cut.positions:
+            yield cut.bound_us, ()
+            continue
+        stages = pair_stages(profile, bounds.directions, cut.positions)
+        for found in fitting(profile, cutting, stages):
+            yield cut.bound_us, found
+
+
 def pair_stages(
     profile: Profile, directions: Directions, positions: Sequence[Position]
 ) -> tuple[Stage, ...]:
@@ -124,39 +144,27 @@ def pair_stages(
     )
 
 
-def ordered(plan: Plan, profile: Profile) -> Plan:
-    """The plan with what its schedule needs to interleave the backbones' ops on shared devices."""
-    rows = split_sizes(plan.batch_size * plan.num_devices, plan.num_microbatches)[0]
-    lengths = []
-    for stage in plan.stages:
-        span = (stage.backbone, stage.start, stage.stop, -(-rows // len(stage.devices)))
-        forward_us = profile.forward_us(*span)
-        again_us = forward_us if stage.recompute else 0
-        lengths.append((forward_us, again_us + profile.backward_us(*span)))
-    feedback = profile.graph.feedback
-    conditioned = None if feedback is None else feedback.backbone
-    return replace(plan, lengths=tuple(lengths), conditioned=conditioned)
-
-
-def fitting(plan: Plan, profile: Profile) -> Iterator[tuple[Stage, ...]]:
-    """The plan's stages with as little recomputation as memory asks for; none: it does not fit.
+def fitting(
+    profile: Profile, cutting: Cutting, stages: tuple[Stage, ...]
+) -> Iterator[tuple[Stage, ...]]:
+    """The stages with as little recomputation as memory asks for; nothing if they do not fit.
 
     Where either of two stages of a device might recompute, both ways come.
     """
-    memory, stages = profile.memory_bytes, plan.stages
+    memory = cutting.memory_bytes
     if memory is None:
         yield stages
         return
     positions: dict[tuple[int, ...], list[int]] = {}
     for i, stage in enumerate(stages):
         positions.setdefault(stage.devices, []).append(i)
-    # What a device holds depends on its own stages only: one look per pattern, not per product.
-    most = max(map(len, positions.values()))
+    # The order of ops does not depend on who recomputes (`in_order`), so what a device holds
+    # depends on its own stages only: one look per pattern, not per product.
     peaks = {}
-    for pattern in itertools.product((False, True), repeat=most):
+    for pattern in itertools.product((False, True), repeat=len(profile.graph.backbones)):
         again = {i for at in positions.values() for i, on in zip(at, pattern, strict=True) if on}
-        tried = replace(plan, stages=_recomputing(stages, again))
-        peaks[pattern] = peak_bytes(tried, schedule_of(tried), profile)
+        plan = _plan(profile, cutting, _recomputing(stages, again))
+        peaks[pattern] = peak_bytes(plan, schedule_of(plan), profile)
     choices = []
     for devices, at in positions.items():
         fits = [p for p, peak in peaks.items() if max(peak[d] for d in devices) <= memory]
@@ -164,6 +172,26 @@ def fitting(plan: Plan, profile: Profile) -> Iterator[tuple[Stage, ...]]:
         choices.append([[i for i, on in zip(at, p, strict=True) if on] for p in least])
     for chosen in itertools.product(*choices):
         yield _recomputing(stages, set(itertools.chain.from_iterable(chosen)))
+
+
+def _plan(profile: Profile, cutting: Cutting, stages: tuple[Stage, ...]) -> Plan:
+    """The stages as a plan of one group: what one schedules."""
+    plan = Plan(
+        graph_digest="",
+        profile_digest="",
+        groups=default_groups(cutting.num_devices, cutting.num_devices),
+        stages=stages,
+        num_microbatches=cutting.num_microbatches,
+        batch_size=sum(cutting.sizes) // cutting.num_devices,
+        schedule=cutting.schedule,
+    )
+    return in_order(plan, profile)
+
+
+def in_order(plan: Plan, profile: Profile) -> Plan:
+    """`with_lengths` as if no stage recomputed: who does is chosen after the order of ops."""
+    plain = replace(plan, stages=_recomputing(plan.stages, set()))
+    return replace(with_lengths(plain, profile), stages=plan.stages)
 
 
 def _recomputing(stages: Sequence[Stage], again: set[int]) -> tuple[Stage, ...]:
