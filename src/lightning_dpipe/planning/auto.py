@@ -14,7 +14,6 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 from lightning_dpipe.core.errors import PlanError, UnsupportedError
 from lightning_dpipe.core.jsonio import digest
@@ -22,12 +21,10 @@ from lightning_dpipe.core.plan import Plan, Stage, default_groups, split_sizes
 from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.planning import buckets
 from lightning_dpipe.planning.backlog import FrozenCosts
-from lightning_dpipe.planning.best_first import cuts_by_bound, expected_least_us, stages_of
-from lightning_dpipe.planning.bounds import ChainBounds
 from lightning_dpipe.planning.directions import Directions, costs_of
 from lightning_dpipe.planning.filling import least_frozen_us
-from lightning_dpipe.planning.pair_bounds import PairBounds
-from lightning_dpipe.planning.pair_cuts import in_order, least_pair_us, pair_chains
+from lightning_dpipe.planning.pair_cuts import in_order
+from lightning_dpipe.planning.pipelines import Aim, Chains, pipelines
 from lightning_dpipe.planning.stage_costs import BackboneCosts, Cutting
 from lightning_dpipe.planning.variants import (
     SELF_CONDITIONING,
@@ -57,7 +54,9 @@ class Space:
     `group_devices` are devices of one pipeline group, `probability` the share of self-conditioned
     steps. `max_plans` is how many plans may be tried, `max_nodes` how many prefixes of stages each
     configuration may look at in strict order (None: all, see `best_first`). A plan within `close`
-    (relative) of what bounds all that is left ends the search; 0 is exact. `network` changes the
+    (relative) of what bounds all that is left ends the search; 0 is exact. With the `objective`
+    "paper" each configuration has one cut, that of least T_max, and the best of those that are
+    simulated is taken; the bound is still one on all plans. `network` changes the
     profile's links with the number of devices of a pipeline: one that leaves a node sees others.
     """
 
@@ -71,6 +70,7 @@ class Space:
     max_plans: int = 64
     max_nodes: int | None = 32
     close: float = 1e-4
+    objective: str = "simulated"
     network: Network | None = None
 
 
@@ -82,11 +82,6 @@ class Found:
     expected_us: float
     bound_us: float
     num_plans: int
-
-
-Chains = Iterator[tuple[float, tuple[Stage, ...]]]
-"""Stages with the expected iteration that they and all later ones cannot beat; no stages: others
-were left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +222,13 @@ def _configs(
 ) -> Iterator[_Config]:
     """Every combination of devices, micro-batches, stages and schedule that the space allows."""
     frozen_us = least_frozen_us(FrozenCosts.of(profile, samples=batch_size, overhead_us=0))
+    aim = Aim(
+        probability=space.probability,
+        frozen_us=frozen_us,
+        hidden=hidden,
+        max_nodes=space.max_nodes,
+        objective=space.objective,
+    )
     for num_devices in _group_devices(space, world_size):
         batch = batch_size * num_devices
         seen = profile if space.network is None else space.network(profile, num_devices)
@@ -241,84 +243,10 @@ def _configs(
                 schedule=schedule,
                 memory_bytes=profile.memory_bytes,
             )
-            if stages:
-                yield from _pipelines(costs, plain, stages, space, frozen_us, hidden=hidden)
+            for bound_us, chains in pipelines(costs, plain, stages, aim) if stages else ():
+                yield _Config(profile=seen, cutting=plain, bound_us=bound_us, chains=chains)
             if num_devices == 1 and space.num_stages is None and schedule == space.schedules[0]:
                 yield _buckets(costs, plain, space, frozen_us, hidden=hidden)
-
-
-def _pipelines(
-    costs: BackboneCosts | Directions,
-    cutting: Cutting,
-    stages: list[int],
-    space: Space,
-    frozen_us: int,
-    *,
-    hidden: bool,
-) -> Iterator[_Config]:
-    """One stage of every backbone a device, for each number of stages."""
-    if isinstance(costs, Directions):
-        yield from _pairs(costs, cutting, stages, space, frozen_us, hidden=hidden)
-        return
-    variants = tuple(
-        (
-            share,
-            ChainBounds(
-                costs,
-                replace(cutting, self_conditioned=conditioned),
-                max_stages=stages[-1],
-                frozen_us=frozen_us,
-                hidden=hidden,
-            ),
-        )
-        for conditioned, share in variants_of(costs.profile.graph, space.probability)
-    )
-
-    def chains(num_stages: int, limit_us: Callable[[], float]) -> Chains:
-        for cut in cuts_by_bound(
-            variants, num_stages, limit_us=limit_us, max_nodes=space.max_nodes
-        ):
-            yield cut.bound_us, stages_of(costs.backbone, cut, variants[0][1])
-
-    for num_stages in stages:
-        yield _Config(
-            profile=costs.profile,
-            cutting=cutting,
-            bound_us=expected_least_us(variants, num_stages),
-            chains=partial(chains, num_stages),
-        )
-
-
-def _pairs(
-    directions: Directions,
-    cutting: Cutting,
-    positions: list[int],
-    space: Space,
-    frozen_us: int,
-    *,
-    hidden: bool,
-) -> Iterator[_Config]:
-    """Several backbones in two directions, for each number of positions."""
-    variants = tuple(
-        (
-            share,
-            PairBounds(
-                directions,
-                replace(cutting, self_conditioned=conditioned),
-                max_positions=positions[-1],
-                frozen_us=frozen_us,
-                hidden=hidden,
-            ),
-        )
-        for conditioned, share in variants_of(directions.profile.graph, space.probability)
-    )
-    for num_positions in positions:
-        yield _Config(
-            profile=directions.profile,
-            cutting=cutting,
-            bound_us=least_pair_us(variants, num_positions),
-            chains=partial(pair_chains, variants, num_positions, space.max_nodes),
-        )
 
 
 def _buckets(

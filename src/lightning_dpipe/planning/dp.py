@@ -22,7 +22,8 @@ from lightning_dpipe.planning.partition import incoming_bytes
 from lightning_dpipe.planning.stage_costs import Array, BackboneCosts, Cutting
 
 _NEAR = 1 + 1e-9
-"""Room for rounding."""
+_WIDER = (1.05, 1.2, 1.5)
+"""Room for rounding, and limits on W relative to the least that are tried before all."""
 
 _NONE = np.full(1, np.inf)
 
@@ -72,20 +73,23 @@ def paper_partition(
         slowest_us = (1 - probability) * chain.slowest_us + probability * chain.slowest_sc_us
         return factor * slowest_us + chain.gap_us
 
-    def best_within(limit_us: float) -> Chain:
-        ends = walk.chains(limit_us * _NEAR)
-        return min(
-            ends, key=lambda chain: (t_max_us(chain), [(p.stop, p.replicas) for p in chain.parts])
-        )
+    def rank(chain: Chain) -> tuple[float, list[tuple[int, int]]]:
+        return t_max_us(chain), [(p.stop, p.replicas) for p in chain.parts]
 
     if not np.isfinite(walk.least_us):
         raise PlanError(
             f"the {costs.num_layers} layers of {costs.backbone!r} cannot be cut into {num_stages} "
             f"stages on {cutting.num_devices} devices within their memory; choose another number"
         )
-    # T_max >= factor * W: the least W gives a T_max, and no W above that / factor wins.
-    some = best_within(walk.least_us)
-    best = best_within(t_max_us(some) / factor)
+    # T_max >= factor * W: the least W gives a T_max, and no W above that / factor wins. A few wider
+    # limits before that find a better T_max, which rules out more.
+    best = min(walk.chains(walk.least_us, factor, np.inf), key=rank)
+    for wider in _WIDER:
+        if walk.least_us * wider < t_max_us(best) / factor:
+            found = walk.chains(walk.least_us * wider, factor, t_max_us(best))
+            best = min((best, *found), key=rank)
+    most_us = t_max_us(best)
+    best = min((best, *walk.chains(most_us / factor, factor, most_us)), key=rank)
     return Cut(parts=best.parts, bound_us=t_max_us(best))
 
 
@@ -110,10 +114,17 @@ class _Walk:
             for i in range(num_stages)
         ]
         self.before = self._before()
+        # At most this much backward, recomputation included, is in front of a border.
+        rows = cutting.sizes[0]
+        self.hides_us = (costs.at("forward_us", rows) + costs.at("backward_us", rows))[0]
         self.least_us = float(self.before.get((num_stages, self.num_devices), _NONE)[-1])
 
-    def chains(self, limit_us: float) -> list[Chain]:
-        """Every chain of all layers on all devices that no other one beats."""
+    def chains(self, limit_us: float, factor: int, most_us: float) -> list[Chain]:
+        """Chains of all layers on all devices that no other one beats.
+
+        Only those whose stages stay within `limit_us` and whose T_max can be within `most_us`.
+        """
+        limit = _Limit(limit_us * _NEAR, factor, most_us * _NEAR, self.hides_us)
         fronts: dict[int, list[list[Chain]]] = {}
         for i, tables in enumerate(self.tables):
             behind, fronts = fronts, {}
@@ -125,9 +136,9 @@ class _Walk:
                 for stage in tables:
                     left = devices - stage.replicas
                     if i == 0 and left == 0:
-                        stage.prepend_all(found, None, before, limit_us)
+                        stage.prepend_all(found, None, before, limit)
                     elif left in behind:
-                        stage.prepend_all(found, behind[left], before, limit_us)
+                        stage.prepend_all(found, behind[left], before, limit)
                 fronts[devices] = found
         return fronts[self.num_devices][0]
 
@@ -146,6 +157,21 @@ class _Walk:
                 if ends:
                     found[stages, devices] = np.minimum.reduce(ends)
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """What a chain may reach: W, and factor * W + Y, of which `hides_us[start]` may still go."""
+
+    slowest_us: float
+    factor: int
+    t_max_us: float
+    hides_us: Array
+
+    def allows(self, chain: Chain, before_us: float, start: int) -> bool:
+        slowest_us = max(chain.slowest_us, before_us)
+        gap_us = max(0.0, chain.gap_us - float(self.hides_us[start]))
+        return self.factor * slowest_us + gap_us <= self.t_max_us
 
 
 class _Stages:
@@ -185,19 +211,21 @@ class _Stages:
         found: Sequence[list[Chain]],
         behind: Sequence[Sequence[Chain]] | None,
         before: Array,
-        limit_us: float,
+        limit: "_Limit",
     ) -> None:
         """Add every chain that starts with one of these stages to the front of its start.
 
-        Only those whose stages, and some before them, stay within the limit.
+        Only those that may stay within the limit; `before` is the slowest stage in front of them.
         """
         last = len(found) - 1
-        within = (self.limited <= limit_us) & (before <= limit_us)[:, None]
+        within = (self.limited <= limit.slowest_us) & (before <= limit.slowest_us)[:, None]
         for start, stop in np.argwhere(within).tolist():
             if (stop == last) != (behind is None):
                 continue
             for rest in _END if behind is None else behind[stop]:
-                _keep(found[start], self._prepend(start, stop, rest))
+                chain = self._prepend(start, stop, rest)
+                if limit.allows(chain, float(before[start]), start):
+                    _keep(found[start], chain)
 
     def _prepend(self, start: int, stop: int, rest: Chain) -> Chain:
         return Chain(

@@ -42,6 +42,7 @@ def make_plan(
     fill: bool | str = True,
     cuts: Cuts | None = None,
     probability: float = SELF_CONDITIONING,
+    objective: str = "simulated",
     progress: Progress | None = None,
 ) -> Plan:
     """Plan the training of one backbone, or of several in opposite directions (see `opposite`).
@@ -61,17 +62,23 @@ def make_plan(
         cuts: First layer of every stage but the first, by backbone if there are several; by default
             the fastest slowest stage.
         probability: Share of self-conditioned steps, if the model has them.
+        objective: "paper" cuts by DiffusionPipe's T_max (`dp`, `pair_dp`); "simulated" balances a
+            given number of stages, and in a search goes by the simulated iteration.
         progress: Called during a search, see `auto.Progress`.
 
     Raises:
         PlanError: The numbers do not fit each other or the model.
         ScheduleError: The schedule is unknown.
-        UnsupportedError: "auto" for a model with several backbones.
+        UnsupportedError: A backbone reads what another one writes.
     """
     filler = filler_of(fill)
-    if "auto" in (num_stages, num_microbatches):
+    if "auto" in (num_stages, num_microbatches) or objective != "simulated":
+        if num_microbatches is None and num_stages != "auto":
+            num_microbatches = _usual_microbatches(num_stages or world_size, batch_size)
         space = _space(num_stages, num_microbatches, world_size, cuts)
-        space = replace(space, schedules=(schedule,), fill=fill, probability=probability)
+        space = replace(
+            space, schedules=(schedule,), fill=fill, probability=probability, objective=objective
+        )
         found = search(
             profile, world_size=world_size, batch_size=batch_size, space=space, progress=progress
         )
@@ -103,7 +110,7 @@ def _fixed_plan(
     groups = default_groups(world_size, num_stages)
     group_batch = batch_size * num_stages
     if num_microbatches is None:
-        num_microbatches = max(1, min(MICROBATCHES_PER_STAGE * num_stages, group_batch))
+        num_microbatches = _usual_microbatches(num_stages, batch_size)
     if not 1 <= num_microbatches <= group_batch:
         raise PlanError(
             f"num_microbatches={num_microbatches} for a pipeline's batch of {group_batch} samples "
@@ -124,6 +131,10 @@ def _fixed_plan(
     return with_lengths(plan, profile)
 
 
+def _usual_microbatches(num_stages: int, batch_size: int) -> int:
+    return max(1, min(MICROBATCHES_PER_STAGE * num_stages, batch_size * num_stages))
+
+
 def _space(
     num_stages: int | Auto | None,
     num_microbatches: int | Auto | None,
@@ -134,8 +145,8 @@ def _space(
     if cuts is not None:
         given = dict(cuts) if isinstance(cuts, Mapping) else tuple(cuts)
         raise PlanError(
-            f'cuts={given} fix the stages, which "auto" would choose; '
-            "give num_microbatches as a number, or no cuts"
+            f'cuts={given} fix the stages, which "auto" or another objective would choose; '
+            "give num_microbatches as a number and no objective, or no cuts"
         )
     fixed = num_microbatches if isinstance(num_microbatches, int) else None
     if num_stages == "auto":
