@@ -23,8 +23,9 @@ from lightning_dpipe.planning.pair_cuts import PairCut, Position
 from lightning_dpipe.planning.stage_costs import Array, BackboneCosts, Cutting
 
 _NEAR = 1 + 1e-9
-_WIDER = (_NEAR, 1.25, 2.0, np.inf)
-"""Limits on W, relative to the least: wider where memory rules that out. And room for rounding."""
+_WIDER = (_NEAR, 1.05, 1.2, 1.5, 2.0, np.inf)
+"""Limits on W relative to the least: the wider ones find a better T_max, which rules out more, and
+cuts where memory rules out those of the least W. And room for rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ def paper_pair_partition(
     num_positions: int,
     probability: float = 0.0,
     uniform: bool = False,
+    quick: bool = False,
 ) -> PairCut:
     """The cut whose T_max is least.
 
@@ -69,6 +71,7 @@ def paper_pair_partition(
         num_positions: Stages of every backbone.
         probability: Share of self-conditioned steps; the objective is the expectation.
         uniform: One device for every position, as in the paper's evaluation.
+        quick: Only the best of the cuts whose slowest position is about as fast as can be.
 
     Raises:
         PlanError: No cut has that many positions, devices and that little memory.
@@ -80,16 +83,19 @@ def paper_pair_partition(
     found = None
     for wider in _WIDER if np.isfinite(least_us) else ():
         # T_max >= factor * W: cuts near the least W give a T_max, no W above that / factor wins.
-        found = found or table.best(num_positions, factor, least_us * wider)
+        if found is None or least_us * wider < found.bound_us / factor:
+            most_us = np.inf if found is None else found.bound_us
+            found = table.best(num_positions, factor, least_us * wider, most_us) or found
+        if quick and found is not None:
+            return found
     if found is None:
         raise PlanError(
             f"the backbones {', '.join(c.backbone for c in directions.backbones)} cannot be cut "
             f"into {num_positions} stages each on {cutting.num_devices} devices within their "
             "memory; choose another number"
         )
-    best = table.best(num_positions, factor, found.bound_us / factor * _NEAR)
-    assert best is not None, "the limit comes from a cut that exists"
-    return best
+    limit_us = found.bound_us / factor * _NEAR
+    return table.best(num_positions, factor, limit_us, found.bound_us) or found
 
 
 class _Table:
@@ -105,10 +111,16 @@ class _Table:
         self._held: dict[tuple[int, int, int], tuple[Array, Array]] = {}
         memory, frozen_bytes = cutting.memory_bytes, directions.down.costs[0].frozen_bytes
         self.room = np.inf if memory is None else memory - frozen_bytes
+        # At most this much backward is in the up layers before a border.
+        rows = cutting.sizes[0]
+        backward = directions.up.total(lambda c: c.at("backward_us", rows))
+        self.hides_us: list[float] = backward[0].tolist()
         self.rest = Bottleneck(self._sides, most_replicas=self.most, room=self.room)
 
-    def best(self, num_positions: int, factor: int, limit_us: float) -> PairCut | None:
-        """The best cut whose positions all stay within `limit_us`, if there is one."""
+    def best(
+        self, num_positions: int, factor: int, limit_us: float, most_us: float
+    ) -> PairCut | None:
+        """The best cut with positions within `limit_us` and T_max within `most_us`, if any."""
         num_up = self.directions.up.num_layers
         nothing = Line(0.0, 0.0, 0.0, 0.0, 0.0, ())
         fronts = {(self.cutting.num_devices, 0, num_up): [nothing]}
@@ -118,12 +130,15 @@ class _Table:
             for (devices, a, b), front in fronts.items():
                 most = min(devices - left + 1, self.most)
                 for replicas in range(devices if left == 1 else 1, most + 1):
-                    for stop, start in self._reached(a, b, replicas, place, devices, limit_us):
-                        state = (devices - replicas, stop, start)
-                        kept = longer.setdefault(state, [])
+                    reached = self._reached(a, b, replicas, place, devices, limit_us)
+                    for stop, start, slowest_us in reached:
+                        kept = longer.setdefault((devices - replicas, stop, start), [])
                         for line in front:
                             added = self._added(line, Position((a, stop), (start, b), replicas))
-                            _keep(kept, added)
+                            gap_us = max(added.gap_us, added.up_gap_us - self.hides_us[start])
+                            slowest = max(added.slowest_us, slowest_us)
+                            if factor * slowest + gap_us <= most_us * _NEAR:
+                                _keep(kept, added)
             fronts = longer
 
         def t_max_us(line: Line) -> float:
@@ -140,10 +155,10 @@ class _Table:
 
     def _reached(
         self, a: int, b: int, replicas: int, place: tuple[int, int], devices: int, limit_us: float
-    ) -> list[tuple[int, int]]:
+    ) -> list[tuple[int, int, float]]:
         """Borders that a position may reach so that it and all others stay within the limit.
 
-        `place` counts the positions from it on, and those up to it.
+        And the slowest of them. `place` counts the positions from it on, and those up to it.
         """
         down, up = self._sides(replicas)
         costs = down.work[a][:, None] + up.work[:, b][None, :]
@@ -155,7 +170,7 @@ class _Table:
         if np.isfinite(self.room):
             held = self._bytes(replicas, *place)
             fits &= held[0][a][:, None] + held[1][:, b][None, :] <= self.room
-        return [(int(stop), int(start)) for stop, start in np.argwhere(fits)]
+        return [(int(a), int(b), float(costs[a, b])) for a, b in np.argwhere(fits)]
 
     def _bytes(self, replicas: int, left: int, chosen: int) -> tuple[Array, Array]:
         """What down and up stages hold at their peaks, which are taken to coincide."""

@@ -4,7 +4,8 @@ In:     costs of all stages, one cutting of the batch, the numbers of stages to 
 Out:    per number of stages a bound on all its pipelines, and a generator of the promising ones.
 
 With ``objective="paper"`` the pipeline of least T_max, DiffusionPipe's own objective, is the only
-one. For several backbones, whose bounds alone leave many cuts alike, it comes first in any case.
+one. For several backbones, whose bounds alone leave many cuts alike, one near it comes first in
+any case.
 """
 
 from collections.abc import Callable, Iterator
@@ -117,7 +118,11 @@ def _of_several(
     def paper(num_positions: int) -> Iterator[tuple[Stage, ...]]:
         conditioned = sum(share for share, b in variants if b.cutting.self_conditioned)
         cut = paper_pair_partition(
-            directions, cutting, num_positions=num_positions, probability=conditioned
+            directions,
+            cutting,
+            num_positions=num_positions,
+            probability=conditioned,
+            quick=aim.objective != "paper",
         )
         yield from fitting(profile, cutting, pair_stages(profile, directions, cut.positions))
 
