@@ -68,7 +68,7 @@ class Space:
     probability: float = SELF_CONDITIONING
     max_group: int = MAX_GROUP
     max_plans: int = 64
-    max_nodes: int | None = 32
+    max_nodes: int | None = 512
     close: float = 1e-4
     objective: str = "simulated"
     network: Network | None = None

@@ -27,6 +27,9 @@ from lightning_dpipe.planning.variants import variants_of
 OBJECTIVES = ("simulated", "paper")
 """What makes one cut better than another: the simulated iteration, or DiffusionPipe's T_max."""
 
+DEARER = 16
+"""A prefix of positions, cut in two directions, takes about as long as so many of stages."""
+
 Chains = Iterator[tuple[float, tuple[Stage, ...]]]
 """Stages with the expected iteration that they and all later ones cannot beat; no stages: others
 were left out."""
@@ -126,8 +129,10 @@ def _of_several(
         )
         yield from fitting(profile, cutting, pair_stages(profile, directions, cut.positions))
 
+    max_nodes = None if aim.max_nodes is None else max(1, aim.max_nodes // DEARER)
+
     def every(num_positions: int, limit_us: Callable[[], float]) -> Chains:
-        yield from pair_chains(variants, num_positions, aim.max_nodes, limit_us)
+        yield from pair_chains(variants, num_positions, max_nodes, limit_us)
 
     for n in positions:
         least_us = least_pair_us(variants, n)
