@@ -1,211 +1,223 @@
-"""Emulated devices: the real engine over threads, with layers that sleep for their profiled time.
+"""Emulated devices: the real engine over threads, with layers that take their profiled time.
 
-In:     a Profile (measured or estimated) and a Plan.
-Out:    measured timelines of real sessions, one thread per device.
-
-Values keep their names, readers and order; their size is scaled down by `BYTES_SCALE`, and the
-links' bandwidth with it, so that gigabytes need not be moved. Backward sleeps run inside autograd.
-Each device corrects its sleeps by what the last ones overslept, so that errors do not add up.
+In:     a Profile (measured or estimated) and plans made from it.
+Out:    measured timelines of real sessions, one thread per device (`emulated_device`), the plans in
+        turn, so that whatever else the host does falls on all of them.
 """
 
+import gc
 import random
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
-from lightning_dpipe.core.graph import ComponentGraph, ComponentKind, ModelGraph
+from benchmarks.emulated_device import (
+    CPU,
+    DeviceClock,
+    EmulatedReducer,
+    EmulatedTracer,
+    EmulatedTransport,
+    Reductions,
+    bind_emulated,
+    emulated_link,
+    small,
+)
+from lightning_dpipe.core.errors import RankError
 from lightning_dpipe.core.jsonio import digest
 from lightning_dpipe.core.plan import Plan
-from lightning_dpipe.core.profile import Profile, interpolate
-from lightning_dpipe.core.timeline import Timeline
-from lightning_dpipe.runtime.bound import Binding, BoundFeedback, BoundLayer, BoundLoss
-from lightning_dpipe.runtime.threads import Delay, ThreadHub
-from lightning_dpipe.runtime.trace import StepTrace, merge
+from lightning_dpipe.core.profile import Profile
+from lightning_dpipe.core.timeline import Activity, Timeline
+from lightning_dpipe.runtime.threads import ThreadHub
+from lightning_dpipe.runtime.trace import Record, StepTrace, merge
 from lightning_dpipe.strategy.assemble import PipelineSession
 from tests.ranks import run_threads
 
-BYTES_SCALE = 4000
-Jitter = Callable[[], float]
-"""Factor on each sleep."""
+TIMEOUT_S = 900.0
 
 
-class Sleeper(threading.local):
-    """Sleeps on behalf of one device; `owed_s` is how much it overslept so far."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A plan to run; `jitter` is the sigma of a lognormal factor of mean 1 on each op's time."""
 
-    owed_s = 0.0
-
-    def sleep(self, seconds: float) -> None:
-        """Sleep, less what earlier sleeps took too long."""
-        start = time.perf_counter()
-        if seconds > self.owed_s:
-            time.sleep(seconds - self.owed_s)
-        self.owed_s += time.perf_counter() - start - seconds
+    plan: Plan
+    jitter: float = 0.0
 
 
-SLEEPER = Sleeper()
+@dataclass
+class _Device:
+    """One device: a session per case over one transport."""
 
+    profile: Profile
+    cases: Mapping[str, Case]
+    rank: int
+    transport: EmulatedTransport
+    clock: DeviceClock
+    reductions: Mapping[str, Reductions]
+    sessions: dict[str, PipelineSession] = field(default_factory=dict)
+    tracers: dict[str, EmulatedTracer] = field(default_factory=dict)
 
-class _Sleep(torch.autograd.Function):
-    """Identity of a token whose forward and backward take time."""
-
-    @staticmethod
-    def forward(ctx, token: Tensor, forward_s: float, backward_s: float) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.backward_s = backward_s
-        SLEEPER.sleep(forward_s)
-        return token.clone()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
-        SLEEPER.sleep(ctx.backward_s)
-        return grad, None, None
-
-
-@dataclass(frozen=True)
-class SleepLayer:
-    """One layer: reads tensors, sleeps, writes tensors that depend on all of them."""
-
-    samples: tuple[int, ...]
-    forward_us: tuple[int, ...]
-    backward_us: tuple[int, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    weight: torch.nn.Parameter | None
-    jitter: Jitter
-
-    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        rows = inputs[0].shape[0]
-        forward = interpolate(self.samples, self.forward_us, rows) * 1e-6 * self.jitter()
-        backward = interpolate(self.samples, self.backward_us, rows) * 1e-6 * self.jitter()
-        token = torch.stack([x.flatten(1).mean(1) for x in inputs]).sum(0)
-        if self.weight is not None:
-            token = token * self.weight
-        token = _Sleep.apply(token, forward, backward)
-        return tuple(
-            (token.view(rows, *(1,) * len(s)).expand(rows, *s)).contiguous() for s in self.shapes
-        )
-
-
-def scaled(graph: ModelGraph) -> ModelGraph:
-    """The same graph with float32 values `BYTES_SCALE` times smaller."""
-    values = tuple(
-        replace(v, shape=(max(1, v.bytes_per_sample // BYTES_SCALE),), dtype="float32")
-        for v in graph.values
-    )
-    return replace(graph, values=values)
-
-
-def bind_sleeps(graph: ModelGraph, profile: Profile, jitter: Jitter) -> Binding:
-    """Sleeping layers for a (scaled) graph, with one weight per trained layer."""
-    layers = {c.name: _component(graph, c, profile, jitter) for c in graph.components}
-    feedback = None
-    if graph.feedback is not None:
-        node = graph.feedback
-        shape = graph.values[node.writes].shape
-
-        def estimate(*inputs: Tensor) -> Tensor:
-            return torch.zeros(inputs[0].shape[0], *shape)
-
-        feedback = BoundFeedback(
-            backbone=node.backbone, fn=estimate, reads=node.reads, writes=node.writes
-        )
-    losses = {
-        node.backbone: BoundLoss(
-            fn=lambda *x: torch.stack([t.flatten(1).mean(1) for t in x]).sum(0), reads=node.reads
-        )
-        for node in graph.losses
-    }
-    inputs = {graph.values[v].name: v for v in graph.inputs}
-    return Binding(layers=layers, losses=losses, feedback=feedback, inputs=inputs, draw_key=None)
-
-
-def _component(
-    graph: ModelGraph, component: ComponentGraph, profile: Profile, jitter: Jitter
-) -> tuple[BoundLayer, ...]:
-    cost = profile.component(component.name)
-    found = []
-    for node, layer in zip(component.layers, cost.layers, strict=True):
-        trained = component.kind is ComponentKind.BACKBONE and node.trained
-        weight = torch.nn.Parameter(torch.ones(())) if trained else None
-        found.append(
-            BoundLayer(
-                name=node.name,
-                fn=SleepLayer(
-                    samples=cost.samples, forward_us=layer.forward_us,
-                    backward_us=layer.backward_us,
-                    shapes=tuple(graph.values[v].shape for v in node.writes), weight=weight,
-                    jitter=jitter,
-                ),
-                reads=node.reads,
-                writes=tuple(enumerate(node.writes)),
-                parameters=() if weight is None else (weight,),
-                modules=(),
-                random=False,
+    def __post_init__(self) -> None:
+        graph = small(self.profile.graph)
+        self.binding = bind_emulated(graph, self.profile, self.clock)
+        self.fields = graph.inputs
+        for name, case in self.cases.items():
+            plan = replace(case.plan, graph_digest=digest(graph))
+            _, position = plan.locate(self.rank)
+            (stage,) = plan.stages_on(position)
+            session = PipelineSession(
+                graph=graph,
+                binding=self.binding,
+                plan=plan,
+                rank=self.rank,
+                transport=self.transport,
+                device=CPU,
+                seed=0,
+                reducer=EmulatedReducer(self.reductions[name], stage, self.clock),
             )
-        )  # fmt: skip
-    return tuple(found)
+            tracer = EmulatedTracer(self.rank, position, self.clock)
+            session.engine.tracer = tracer
+            self.sessions[name], self.tracers[name] = session, tracer
+
+    def step(self, name: str, index: int, at_s: float) -> StepTrace:
+        """One whole iteration of a case, from a start that is common to all devices."""
+        session, tracer, case = self.sessions[name], self.tracers[name], self.cases[name]
+        plan, graph = session.plan, session.graph
+        draw = random.Random(f"{index}/{self.rank}")
+        sigma = case.jitter
+        tracer.jitter = lambda: draw.lognormvariate(-(sigma**2) / 2, sigma) if sigma else 1.0
+        sizes = (plan.batch_size,) * plan.num_devices
+        batch = {
+            graph.values[v].name: torch.zeros(plan.batch_size, *graph.values[v].shape)
+            for v in self.fields
+        }
+        ahead = bool(plan.fills)
+        self.clock.start(at_s)
+        result = session.step(
+            batch,
+            sizes=sizes,
+            batch_index=index,
+            loss_scale=1.0,
+            next_batch=batch if ahead else None,
+            next_sizes=sizes if ahead else None,
+        )
+        assert result.trace is not None
+        self._finish(session, result.trace)
+        return result.trace
+
+    def _finish(self, session: PipelineSession, trace: StepTrace) -> None:
+        """Wait for the gradient sums and step the optimizer; the end is by the host's clock."""
+        tracer = session.engine.tracer
+        assert tracer is not None
+        marks = [tracer.mark()]
+        session.wait_reduction()
+        marks.append(tracer.mark())
+        for stage in map(session.plan.stages.__getitem__, session.stages):
+            self.clock.spend(self.profile.optimizer_us(stage.backbone, stage.start, stage.stop))
+        self.clock.settle()
+        marks.append(tracer.mark())
+        trace.records += [
+            Record(marks[0], marks[1], Activity.SYNC, "gradients", None),
+            Record(marks[1], marks[2], Activity.OPTIMIZER, "optimizer", None),
+        ]
+        trace.end_ns = time.monotonic_ns()
+        for runner in session.stages.values():
+            for parameter in runner.parameters:
+                parameter.grad = None
 
 
 def emulate(
     profile: Profile,
-    plan: Plan,
+    cases: Mapping[str, Case],
     *,
-    steps: int,
-    jitter: float = 0.0,
-    coins: Sequence[bool] = (),
-    seed: int = 0,
-) -> list[Timeline]:
-    """Run `steps` steady iterations of one pipeline group; returns their measured timelines.
+    rounds: int,
+    scale: float = 1.0,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, list[Timeline]]:
+    """Run steady iterations of one pipeline group, the cases in turn, each round in other order.
 
     Args:
-        profile: Times and links of the emulated device.
-        plan: Made from `profile`.
-        steps: After one step that encodes up front.
-        jitter: Sigma of a lognormal factor (mean 1) on every layer's time.
-        coins: Self-conditioning of each step, if the model has it.
-        seed: Of the jitter.
+        profile: Times and links of the emulated device, for a model without self-conditioning.
+        cases: Plans made from `profile`, for groups of one size, one stage per device.
+        rounds: Iterations of each case. Jitter differs by round, not by case.
+        scale: Factor on all times; the timelines are as measured.
+        progress: Called with the number of rounds done.
+
+    Returns:
+        By case, the measured timelines.
     """
-    graph = scaled(profile.graph)
-    plan = replace(plan, graph_digest=digest(graph), groups=plan.groups[:1])
-    link = Delay(
-        latency_s=profile.p2p.latency_us * 1e-6,
-        bytes_per_s=profile.p2p.bytes_per_s / BYTES_SCALE,
-    )
-    hub = ThreadHub(plan.num_devices, delay=link, timeout_s=600.0)
+    num_devices = next(iter(cases.values())).plan.num_devices
+    hub = ThreadHub(num_devices, delay=emulated_link(profile, scale), timeout_s=TIMEOUT_S)
+    reductions = {name: Reductions(hub, c.plan, profile, scale) for name, c in cases.items()}
+    started_s = [0.0]
 
-    def body(rank: int, _: ThreadHub) -> list[StepTrace]:
-        draw = random.Random(1000 * seed + rank)
-        factor = (
-            (lambda: draw.lognormvariate(-(jitter**2) / 2, jitter)) if jitter else (lambda: 1.0)
-        )
-        session = PipelineSession(
-            graph=graph, binding=bind_sleeps(graph, profile, factor), plan=plan, rank=rank,
-            transport=hub.transport(rank), device=torch.device("cpu"), seed=0, trace=True,
-        )  # fmt: skip
-        return _steps(session, graph, plan, steps, coins)
+    def now() -> None:
+        gc.collect()
+        started_s[0] = time.monotonic()
 
-    traces = run_threads(body, plan.num_devices, hub=hub, timeout_s=600.0)
-    return [merge([t[i] for t in traces]) for i in range(1, steps + 1)]
+    barrier = threading.Barrier(num_devices, action=now)
+    order = [name for i in range(rounds) for name in _turn(list(cases), i)]
 
+    def ready() -> None:
+        try:
+            barrier.wait(TIMEOUT_S)
+        except threading.BrokenBarrierError as error:
+            hub.check()
+            raise RankError(f"a device did not come to its next step in {TIMEOUT_S} s") from error
 
-def _steps(
-    session: PipelineSession, graph: ModelGraph, plan: Plan, steps: int, coins: Sequence[bool]
-) -> list[StepTrace]:
-    sizes = (plan.batch_size,) * plan.num_devices
-    batch = {
-        graph.values[v].name: torch.zeros(plan.batch_size, *graph.values[v].shape)
-        for v in graph.inputs
+    def body(rank: int, _: ThreadHub) -> dict[str, list[StepTrace]]:
+        try:
+            return steps(rank)
+        except BaseException as error:
+            hub.abort(error, rank)
+            barrier.abort()
+            raise
+
+    def steps(rank: int) -> dict[str, list[StepTrace]]:
+        clock = DeviceClock(scale=0.0)
+        transport = EmulatedTransport(hub, rank, clock, profile.p2p.host_us)
+        device = _Device(profile, cases, rank, transport, clock, reductions)
+        for name in [*cases, *cases]:  # programs are lowered, the first batch is encoded: no time
+            ready()
+            device.step(name, 0, 0.0)
+        clock.scale = scale
+        traces: dict[str, list[StepTrace]] = {name: [] for name in cases}
+        for i, name in enumerate(order):
+            ready()
+            traces[name].append(device.step(name, i // len(cases), started_s[0]))
+            if rank == 0 and progress is not None and (i + 1) % len(cases) == 0:
+                progress((i + 1) // len(cases))
+        return traces
+
+    with _quiet_threads():
+        by_rank = run_threads(body, num_devices, hub=hub, timeout_s=TIMEOUT_S)
+    return {
+        name: [merge([traces[name][i] for traces in by_rank]) for i in range(rounds)]
+        for name in cases
     }
-    found = []
-    for step in range(steps + 1):
-        ahead = bool(plan.fills)
-        result = session.step(
-            batch, sizes=sizes, batch_index=step, loss_scale=1.0,
-            next_batch=batch if ahead else None, next_sizes=sizes if ahead else None,
-            self_conditioned=bool(coins and coins[step % len(coins)]), reduce=False,
-        )  # fmt: skip
-        assert result.trace is not None
-        found.append(result.trace)
-    return found
+
+
+def _turn(names: list[str], index: int) -> list[str]:
+    """Start with another one each round, and go the other way every second round."""
+    at = (index // 2) % len(names)
+    turned = names[at:] + names[:at]
+    return turned[::-1] if index % 2 else turned
+
+
+@contextmanager
+def _quiet_threads() -> Iterator[None]:
+    """Hand the interpreter over quickly, and collect garbage between iterations only."""
+    interval_s, threads = sys.getswitchinterval(), torch.get_num_threads()
+    sys.setswitchinterval(2e-4)
+    torch.set_num_threads(1)
+    gc.disable()
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval_s)
+        torch.set_num_threads(threads)
+        gc.enable()

@@ -1,6 +1,6 @@
 """What filling the bubbles is worth: two real ranks, a real U-Net, a real MiniLM text encoder.
 
-    python -m benchmarks.fill [--quick] [--json] [--emulate D]
+    python -m benchmarks.fill [--quick] [--json] [--emulate D [--scale X] [--rounds N]]
 
 S=2 stages, M in {2, 4} micro-batches, 32 samples per rank, one thread per rank, over gloo. An
 unfilled and a filled iteration (optimizer included) alternate; the figures are medians. Costs are
@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,6 +39,7 @@ from lightning_dpipe.profiling.calibrate import calibrate
 from lightning_dpipe.profiling.links import measure_links
 from lightning_dpipe.profiling.store import default_samples, profile_model
 from lightning_dpipe.runtime.distributed import DistTransport
+from lightning_dpipe.runtime.reduce import open_reducer
 from lightning_dpipe.runtime.trace import Record, StepTrace, merge
 from lightning_dpipe.simulation.render import save_png
 from lightning_dpipe.simulation.simulate import simulate
@@ -78,6 +79,10 @@ class Bench:
         samples = default_samples(
             self.graph, batch_size=ROWS, num_devices=STAGES, num_microbatches=num_microbatches
         )
+        return self.profile_at(samples)
+
+    def profile_at(self, samples: Mapping[str, Sequence[int]]) -> Profile:
+        """As `profile`, at sizes given per component."""
         links = measure_links(self.transport, CPU)
         with tempfile.TemporaryDirectory() as folder:
             profile = profile_model(
@@ -91,6 +96,7 @@ class Bench:
         session = PipelineSession(
             graph=self.graph, binding=self.binding, plan=plan, rank=self.rank,
             transport=self.transport, device=CPU, seed=0,
+            reducer=open_reducer(plan.replica_sets, self.rank, CPU),
         )  # fmt: skip
         return Runner(session, self.batch, filled=bool(plan.fills))
 
@@ -126,17 +132,19 @@ class Runner:
         return merge([x for x in every if x is not None])
 
     def _run(self) -> StepTrace | None:
-        sizes = (ROWS,) * STAGES
+        plan = self.session.plan
+        sizes = (plan.batch_size,) * plan.num_devices
         self.optimizer.zero_grad(set_to_none=True)
         result = self.session.step(
             self.batch,
             sizes=sizes,
             batch_index=self.step,
-            loss_scale=1.0 / sum(sizes),
+            loss_scale=1.0 / (plan.batch_size * plan.world_size),
             next_batch=self.batch if self.filled else None,
             next_sizes=sizes if self.filled else None,
         )
         self.step += 1
+        self.session.wait_reduction()
         start_ns = time.monotonic_ns()
         self.optimizer.step()
         if result.trace is not None:
@@ -243,10 +251,17 @@ def main() -> int:
     """Measure M = 2 and 4."""
     arguments = parser(__doc__)
     arguments.add_argument("--emulate", type=int, metavar="D", help="D emulated devices instead")
+    arguments.add_argument("--scale", type=float, help="with --emulate: stretches all times")
+    arguments.add_argument("--rounds", type=int, help="with --emulate: iterations of each case")
     options = arguments.parse_args()
     report = Report("fill")
     if options.emulate:
-        fill_emulated.run(report, options.emulate, steps=3 if options.quick else 7)
+        fill_emulated.run(
+            report,
+            options.emulate,
+            rounds=options.rounds or (2 if options.quick else 8),
+            scale=options.scale or (1.0 if options.quick else 2.0),
+        )
         return report.finish(as_json=options.json)
     pairs = 10 if options.quick else 60
     for m in (2, 4):

@@ -142,6 +142,6 @@ def _run(backbone: Backbone, env: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fills_of(plan: Plan, device: int, spec: PipelineSpec, *, self_conditioned: bool) -> list[Fill]:
-    """The slices a device encodes with in a steady filled step."""
-    own = [f for f in plan.fills if f.device == device and f.self_conditioned == self_conditioned]
+    """The slices a device's samples are encoded in, by it or others, in a steady filled step."""
+    own = [f for f in plan.fills if f.home == device and f.self_conditioned == self_conditioned]
     return own or whole(spec.frozen, plan.batch_size)

@@ -57,15 +57,20 @@ def reference(make: Make, plan: Plan, batches, coins=None, filled=False, accumul
 
 
 def compare(make: Make, plan: Plan, batches, *, exact: bool, **kwargs) -> None:
-    accumulation = kwargs.get("accumulate", 1)
+    """Run over threads and compare with one process."""
     outcomes = run_pipeline(make, plan, batches, **kwargs)
-    losses, wanted = reference(
-        make, plan, batches, kwargs.get("coins"), kwargs.get("filled", False), accumulation
-    )
-    found = gather_gradients(plan, outcomes)
+    sums = [sum(x) for x in zip(*(o.loss_sums for o in outcomes), strict=True)]
+    same(make, plan, batches, sums, gather_gradients(plan, outcomes), exact=exact, **kwargs)
+
+
+def same(
+    make: Make, plan: Plan, batches, sums, found, *, exact: bool, coins=None, filled=False,
+    accumulate=1,
+) -> None:  # fmt: skip
+    """Compare losses of each step and the gradients they left with one process's."""
+    losses, wanted = reference(make, plan, batches, coins, filled, accumulate)
+    assert sums == pytest.approx(losses, rel=1e-6)
     assert found.keys() == wanted.keys()
-    for step, loss in enumerate(losses):
-        assert sum(o.loss_sums[step] for o in outcomes) == pytest.approx(loss, rel=1e-6)
     for name, grad in wanted.items():
         assert grad is not None, name
         assert found[name] is not None, name

@@ -1,7 +1,7 @@
 """Runs a spec over a thread hub as real sessions do, one thread per rank."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from lightning_dpipe.models.liveness import trace
 from lightning_dpipe.models.spec import PipelineSpec
 from lightning_dpipe.runtime.reduce import Reducer, ThreadReduction
 from lightning_dpipe.runtime.threads import ThreadHub
+from lightning_dpipe.runtime.transport import Transport
 from lightning_dpipe.strategy.assemble import PipelineSession
 from ranks import run_threads
 
@@ -109,16 +110,16 @@ def open_session(
     graph: ModelGraph,
     plan: Plan,
     rank: int,
-    hub: ThreadHub,
+    transport: Transport,
     reducer: Reducer | None,
 ) -> PipelineSession:
-    """A session of one rank over threads."""
+    """A session of one rank."""
     return PipelineSession(
         graph=graph,
         binding=bind(spec, graph),
         plan=plan,
         rank=rank,
-        transport=hub.transport(rank),
+        transport=transport,
         device=torch.device("cpu"),
         seed=7,
         reducer=reducer,
@@ -151,34 +152,43 @@ def run_pipeline(
 
     def work(rank: int) -> None:
         spec = copy.deepcopy(base)
-        group, _ = plan.locate(rank)
-        session = open_session(spec, graph, plan, rank, hub, reducers.get(rank))
+        session = open_session(spec, graph, plan, rank, hub.transport(rank), reducers.get(rank))
         parameters = [p for s in session.stages.values() for p in s.parameters]
         outcome = outcomes[rank] = RankOutcome([], spec, parameters)
-        ranks = plan.groups[group]
-        for step, batch in enumerate(batches):
-            following = batches[step + 1] if filled and step + 1 < len(batches) else None
-            sizes = tuple(_rows(batch[r]) for r in ranks)
-            total = sum(_rows(x) for x in batch)
-            last = (step + 1) % accumulate == 0 or step + 1 == len(batches)
-            result = session.step(
-                batch[rank],
-                sizes=sizes,
-                batch_index=step,
-                loss_scale=1.0 / (total * accumulate),
-                next_batch=None if following is None else following[rank],
-                next_sizes=None if following is None else tuple(_rows(following[r]) for r in ranks),
-                self_conditioned=bool(coins and coins[step]),
-                reduce=last,
-            )
-            if last:
-                session.wait_reduction()
-            outcome.loss_sums.append(sum(float(x) for x in result.loss_sum.values()))
+        for step, loss in enumerate(steps(session, batches, filled, coins, accumulate)):
+            outcome.loss_sums.append(loss)
             if after_step is not None:
                 after_step(step, outcome)
 
     run_threads(lambda rank, _: work(rank), world, hub=hub, timeout_s=120)
     return outcomes
+
+
+def steps(
+    session: PipelineSession,
+    batches: Sequence[Sequence[Mapping[str, Tensor]]],
+    filled: bool = False,
+    coins: Sequence[bool] | None = None,
+    accumulate: int = 1,
+) -> Iterator[float]:
+    """Run one rank's share of ``batches[step][rank]``; yields the sum of its samples' losses."""
+    rank, ranks = session.rank, session.plan.groups[session.group]
+    for step, batch in enumerate(batches):
+        following = batches[step + 1] if filled and step + 1 < len(batches) else None
+        last = (step + 1) % accumulate == 0 or step + 1 == len(batches)
+        result = session.step(
+            batch[rank],
+            sizes=tuple(_rows(batch[r]) for r in ranks),
+            batch_index=step,
+            loss_scale=1.0 / (sum(map(_rows, batch)) * accumulate),
+            next_batch=None if following is None else following[rank],
+            next_sizes=None if following is None else tuple(_rows(following[r]) for r in ranks),
+            self_conditioned=bool(coins and coins[step]),
+            reduce=last,
+        )
+        if last:
+            session.wait_reduction()
+        yield sum(float(x) for x in result.loss_sum.values())
 
 
 def _rows(fields: Mapping[str, Tensor]) -> int:
@@ -188,12 +198,18 @@ def _rows(fields: Mapping[str, Tensor]) -> int:
 def gather_gradients(plan: Plan, outcomes: Sequence[RankOutcome]) -> dict[str, Tensor | None]:
     """Gradient of every trained weight by backbone and layer, from group 0's ranks."""
     found: dict[str, Tensor | None] = {}
-    for device, rank in enumerate(plan.groups[0]):
-        for index in plan.stages_on(device):
-            stage = plan.stages[index]
-            backbone = outcomes[rank].spec.component(stage.backbone)
-            for layer in backbone.layers[stage.start : stage.stop]:
-                for i, p in enumerate(layer.parameters()):
-                    if p.requires_grad:
-                        found[f"{stage.backbone}.{layer.name}.{i}"] = p.grad
+    for rank in plan.groups[0]:
+        found |= own_gradients(plan, rank, outcomes[rank].spec)
+    return found
+
+
+def own_gradients(plan: Plan, rank: int, spec: PipelineSpec) -> dict[str, Tensor | None]:
+    """Gradients of the weights that a rank trains, by backbone and layer."""
+    found: dict[str, Tensor | None] = {}
+    for index in plan.stages_on(plan.locate(rank)[1]):
+        stage = plan.stages[index]
+        for layer in spec.component(stage.backbone).layers[stage.start : stage.stop]:
+            for i, p in enumerate(layer.parameters()):
+                if p.requires_grad:
+                    found[f"{stage.backbone}.{layer.name}.{i}"] = p.grad
     return found

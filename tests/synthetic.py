@@ -104,6 +104,7 @@ def model_profile(
     p2p: Link = FREE,
     allreduce: Link = FREE,
     overhead_us: int = 0,
+    fill_us: int = 0,
 ) -> Profile:
     """Profile of `model_graph`; backbone times are per sample, backward is 2 x forward by default.
 
@@ -140,6 +141,7 @@ def model_profile(
         device="synthetic",
         dtype="float32",
         overhead_us=overhead_us,
+        fill_us=fill_us,
     )
 
 

@@ -8,6 +8,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_dpipe.cli.paths import config_dir, recipe_names
 from lightning_dpipe.version import __version__
@@ -15,11 +16,15 @@ from lightning_dpipe.version import __version__
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A subcommand: a module with ``run(config, flags)``, and the flags it adds to Hydra's."""
+    """A subcommand: a module with ``run(config, flags)``, and the flags it adds to Hydra's.
+
+    One that is `plain` needs no config: its module has ``run(arguments)``, which returns the code.
+    """
 
     name: str
     help: str
     flags: tuple[str, ...] = ()
+    plain: bool = False
 
     @property
     def module(self) -> str:
@@ -33,8 +38,18 @@ COMMANDS = {
         Command(name="train", help="train a recipe; -m sweeps over comma separated values"),
         Command(
             name="plan",
-            help="measure, plan and predict without training; --json ends with one JSON line",
+            help="plan and predict without training, here or for a cluster=NAME (--json)",
             flags=("--json",),
+        ),
+        Command(
+            name="profile",
+            help="measure a recipe's layers (estimate them with cluster=NAME); out=FILE (--json)",
+            flags=("--json",),
+        ),
+        Command(
+            name="simulate",
+            help="predict a plan from files: PLAN PROFILE [--json] [--png FILE]",
+            plain=True,
         ),
         Command(
             name="verify",
@@ -47,7 +62,7 @@ COMMANDS = {
 
 def usage() -> str:
     """Text of ``dpipe --help``."""
-    commands = "\n".join(f"  {c.name:<8}{c.help}" for c in COMMANDS.values())
+    commands = "\n".join(f"  {c.name:<10}{c.help}" for c in COMMANDS.values())
     recipes = ", ".join(recipe_names())
     return (
         "usage: dpipe <command> [recipe=NAME] [key=value ...]\n\n"
@@ -76,12 +91,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    if command.plain:
+        code: int = importlib.import_module(command.module).run(arguments[1:])
+        return code
     from lightning_dpipe.cli.app import run_app
 
     flags = tuple(a for a in arguments[1:] if a in command.flags)
     rest = [a for a in arguments[1:] if a not in command.flags]
+
+    def task(config: Any) -> Any:
+        from lightning_dpipe.cli.settings import settle
+
+        settle(config, command.name)
+        return importlib.import_module(command.module).run(config, flags)
+
     return run_app(
-        lambda config: importlib.import_module(command.module).run(config, flags),
+        task,
         prefix=(command.name, *flags),
         arguments=rest,
     )

@@ -39,6 +39,7 @@ def run_app(
     quiet_libraries()
     program = sys.argv[0]
     codes: dict[int, int] = {}  # of failures printed already, by identity
+    failed: list[Exception] = []
 
     def job(config: DictConfig) -> Any:
         sys.argv = [program, *prefix, *arguments]
@@ -48,7 +49,9 @@ def run_app(
             if HydraConfig.get().mode is RunMode.MULTIRUN:
                 # Hydra keeps it till the sweep's last job is done, and then raises the first one.
                 codes[id(error)] = _report(error)
-            raise
+                raise
+            failed.append(error)  # Hydra would print a line of its own first
+            return None
 
     before = sys.argv
     sys.argv = [program, *arguments]
@@ -58,7 +61,7 @@ def run_app(
         return codes[id(error)] if id(error) in codes else _report(error)
     finally:
         sys.argv = before
-    return 0
+    return _report(failed[0]) if failed else 0
 
 
 def _report(error: Exception) -> int:
@@ -76,6 +79,8 @@ def _report(error: Exception) -> int:
         error = DPipeError(str(error))
     if isinstance(error, DPipeError | HydraException | OmegaConfBaseException):
         rank = os.environ.get("LOCAL_RANK", "0")
+        if rank != "0" and str(error).startswith("rank 0: "):
+            return 2  # rank 0 says it itself
         where = "dpipe" if rank == "0" else f"dpipe (rank {rank})"
         print(f"{where}: {error}", file=sys.stderr)
         if cause is not None and str(cause) not in str(error):

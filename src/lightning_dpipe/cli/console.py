@@ -26,6 +26,7 @@ def quiet_libraries() -> None:
 def configure_console() -> None:
     """Tidy the handlers that Hydra and Lightning installed; other ranks print warnings only."""
     logging.getLogger("lightning").handlers.clear()  # Hydra's root handlers print it already
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it announces its font cache
     if os.environ.get("LOCAL_RANK", "0") != "0":
         for handler in logging.getLogger().handlers:
             if not isinstance(handler, logging.FileHandler):

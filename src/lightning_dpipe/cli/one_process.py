@@ -50,11 +50,11 @@ def accumulate_step(
             for device, rank in enumerate(ranks)
         }
         pieces = {v: t.tensor_split(plan.num_microbatches) for v, t in joint(encoded).items()}
-        group_sum: Tensor | float = 0.0  # a tensor: added up in its own precision
+        group_sum: Tensor | float = 0.0  # of each backbone: added up in its own precision
         for m in range(plan.num_microbatches):
             values = {v: parts[m] for v, parts in pieces.items()}
             group_sum += _micro_step(binding, graph, values, 1.0 / total, self_conditioned)
-        loss_sum += float(group_sum)
+        loss_sum += sum(torch.as_tensor(group_sum).tolist())
     return loss_sum / total
 
 
@@ -84,8 +84,8 @@ def joint(by_rank: Mapping[int, Values]) -> Values:
 
 
 def _slices(plan: Plan, graph: ModelGraph, device: int, self_conditioned: bool) -> Sequence[Fill]:
-    """How a device encodes a batch ahead: as the plan says, or all of it at once."""
-    own = [f for f in plan.fills if f.device == device and f.self_conditioned == self_conditioned]
+    """How a device's batch is encoded ahead: as the plan says, or all of it at once."""
+    own = [f for f in plan.fills if f.home == device and f.self_conditioned == self_conditioned]
     return own or [
         Fill(
             device=device,
@@ -103,6 +103,7 @@ def _slices(plan: Plan, graph: ModelGraph, device: int, self_conditioned: bool) 
 def _micro_step(
     binding: Binding, graph: ModelGraph, values: Values, scale: float, self_conditioned: bool
 ) -> Tensor:
+    """Summed loss of each backbone, after its backward."""
     layers = [x for c in graph.backbones for x in binding.layers[c.name]]
     if graph.feedback is not None and binding.feedback is not None:
         declared = graph.values[graph.feedback.writes]
@@ -119,7 +120,7 @@ def _micro_step(
     per_sample = [loss.fn(*[done[v] for v in loss.reads]) for loss in binding.losses.values()]
     for losses in per_sample:
         (losses * scale).sum().backward()  # type: ignore[no-untyped-call]
-    return torch.stack([losses.detach().sum() for losses in per_sample]).sum()
+    return torch.stack([losses.detach().sum() for losses in per_sample])
 
 
 def _run(layers: Sequence[BoundLayer], values: Values) -> Values:

@@ -37,7 +37,7 @@ def build_data(config: DictConfig) -> Any:
     return _build(config, "data")
 
 
-def build_strategy(config: DictConfig) -> Any:
+def build_strategy(config: DictConfig, world_size: int | None = None) -> Any:
     """Instantiate ``config.strategy``, and refuse a world it cannot use before ranks are started.
 
     Raises:
@@ -46,7 +46,8 @@ def build_strategy(config: DictConfig) -> Any:
     """
     strategy = instantiate(config.strategy)
     if isinstance(strategy, DiffusionPipeStrategy):
-        strategy.options.check(num_devices(config) * config.trainer.num_nodes)
+        here = num_devices(config) * config.trainer.num_nodes
+        strategy.options.check(here if world_size is None else world_size)
     return strategy
 
 

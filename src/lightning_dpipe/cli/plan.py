@@ -1,26 +1,28 @@
-"""``dpipe plan``: what a run will do, before it runs.
+"""``dpipe plan``: what a run will do, before it runs, here or on machines one does not have.
 
-In: a composed config. Out: the stage table and the predicted timeline on the console; ``plan.json``
-(for ``strategy.plan=``), ``profile.json``, ``timeline.png`` and ``timeline.trace.json`` (Perfetto)
-in the output folder. With ``--json`` the last line is one JSON object.
+In: a composed config; ``cluster=`` or ``profile=`` plan for other machines (`problem`). Out: the
+report on the console; ``plan.json`` (for ``strategy.plan=``), ``profile.json``, ``timeline.png``
+and ``timeline.trace.json`` (Perfetto) in the output folder. With ``--json`` the last line is one
+JSON object with all of it.
 """
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from lightning_dpipe.cli import report
+from lightning_dpipe.cli.console import configure_console
 from lightning_dpipe.cli.planned import plan_config
+from lightning_dpipe.cli.problem import Problem, elsewhere, problem_elsewhere, problem_here
+from lightning_dpipe.cli.solve import Solution, solve
 from lightning_dpipe.core.errors import DPipeError
 from lightning_dpipe.core.jsonio import save
-from lightning_dpipe.core.plan import Plan
-from lightning_dpipe.core.timeline import Timeline
-from lightning_dpipe.planning.search import explain
-from lightning_dpipe.simulation.render import ascii_chart, save_png, save_trace
-from lightning_dpipe.strategy.callbacks.plan_artifact import predictions
+from lightning_dpipe.simulation.render import save_png, save_trace
+from lightning_dpipe.strategy.patience import patient
 
 
 def run(config: DictConfig, flags: Sequence[str] = ()) -> None:
@@ -31,42 +33,37 @@ def run(config: DictConfig, flags: Sequence[str] = ()) -> None:
     """
     if config.strategy.get("plan") is not None:
         raise DPipeError("strategy.plan is given; `dpipe plan` makes a plan: leave it out")
-    built = plan_config(config).built
-    plan, profile = built.plan, built.profile
-    assert profile is not None, "a plan that is made here has a profile"
-    unfilled, filled = predictions(plan, profile)
+    configure_console()
+    progress = patient(lambda line: print(line, file=sys.stderr, flush=True))
+    if elsewhere(config):
+        problem = problem_elsewhere(config)
+        solution = solve(problem, progress)
+    else:
+        planned = plan_config(config)
+        problem = problem_here(planned)
+        solution = solve(problem, progress, planned.built.plan)
     folder = Path(HydraConfig.get().runtime.output_dir)
-    save(plan, folder / "plan.json")
-    save(profile, folder / "profile.json")
-    save_png(
-        [unfilled, filled], folder / "timeline.png", "predicted\nfrozen work up front\nin bubbles"
-    )
-    save_trace([unfilled, filled], folder / "timeline.trace.json")
-    print(explain(plan, profile))
-    print(f"\n{ascii_chart(filled)}\n")
-    print(f"plan      {folder / 'plan.json'}  (train with it: strategy.plan=...)")
-    print(f"picture   {folder / 'timeline.png'}")
-    print(f"trace     {folder / 'timeline.trace.json'}  (open in ui.perfetto.dev)")
+    _save(solution, folder)
+    print(report.text(solution, problem.place))
+    print(f"\n{_files(problem, folder)}")
     if "--json" in flags:
-        print(json.dumps(figures(plan, unfilled, filled) | {"folder": str(folder)}))
+        print(json.dumps(report.data(solution) | {"folder": str(folder)}))
 
 
-def figures(plan: Plan, unfilled: Timeline, filled: Timeline) -> dict[str, Any]:
-    """The numbers of a plan, flat."""
-    samples = plan.batch_size * plan.world_size
-    return {
-        "world_size": plan.world_size,
-        "num_stages": len(plan.stages),
-        "num_replicas": len(plan.groups),
-        "num_microbatches": plan.num_microbatches,
-        "schedule": plan.schedule,
-        "global_batch": samples,
-        "cuts": [stage.start for stage in plan.stages[1:]],
-        "num_fills": len(plan.fills),
-        "iteration_us_unfilled": unfilled.end_us,
-        "iteration_us_filled": filled.end_us,
-        "bubble_ratio_unfilled": unfilled.bubble_ratio,
-        "bubble_ratio_filled": filled.bubble_ratio,
-        "fill_ratio": filled.fill_ratio,
-        "samples_per_s": samples * 1e6 / max(filled.end_us, 1),
-    }
+def _save(solution: Solution, folder: Path) -> None:
+    save(solution.plan, folder / "plan.json")
+    save(solution.profile, folder / "profile.json")
+    title = "estimated" if solution.profile.estimated else "predicted"
+    both = [solution.unfilled, solution.filled]
+    save_png(both, folder / "timeline.png", f"{title}\nfrozen work up front\nin bubbles")
+    save_trace(both, folder / "timeline.trace.json")
+
+
+def _files(problem: Problem, folder: Path) -> str:
+    train = f"train with it: strategy.plan=... data.batch_size={problem.batch_size}"
+    return (
+        f"plan      {folder / 'plan.json'}  ({train})\n"
+        f"profile   {folder / 'profile.json'}  (dpipe simulate PLAN PROFILE)\n"
+        f"picture   {folder / 'timeline.png'}\n"
+        f"trace     {folder / 'timeline.trace.json'}  (open in ui.perfetto.dev)"
+    )

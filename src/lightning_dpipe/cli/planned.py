@@ -24,8 +24,18 @@ from lightning_dpipe.strategy.callbacks.bubble_fill import BubbleFill
 from lightning_dpipe.strategy.collectives import HostLink
 from lightning_dpipe.strategy.loaders import loader_batch_size
 from lightning_dpipe.strategy.module import DiffusionModule
-from lightning_dpipe.strategy.planned import Built, Setting, build
+from lightning_dpipe.strategy.planned import Built, PlanOptions, Setting, build
 from lightning_dpipe.strategy.strategy import DiffusionPipeStrategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A model on its device, and what is known before anything is measured."""
+
+    module: DiffusionModule
+    loader: Any
+    options: PlanOptions
+    setting: Setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +46,16 @@ class Planned:
     loader: Any
     device: torch.device
     built: Built
+    options: PlanOptions
+    setting: Setting
 
 
-def plan_config(config: DictConfig) -> Planned:
-    """Build model and data, measure the layers (or read the cache), and plan.
+def prepare_config(config: DictConfig) -> Prepared:
+    """Build model and data, and put the model on its device.
 
     Raises:
         DPipeError: The strategy has no pipeline, or the loader does not tell its batch size.
-        PlanError: World, batch and stages do not fit each other.
+        PlanError: World and stages do not fit each other.
     """
     configure_console()
     one_thread_per_rank(config)
@@ -65,14 +77,33 @@ def plan_config(config: DictConfig) -> Planned:
     module.to(device)
     setting = Setting(
         world_size=world_size,
-        batch_size=_batch_size(strategy, loader),
+        batch_size=_batch_size(config, strategy, loader),
         device=device,
         precision=str(config.trainer.precision),
         autocast=torch.bfloat16 if config.trainer.precision == "bf16-mixed" else None,
         fill=fills_bubbles(config),
     )
-    built = build(module.spec, strategy.options, setting, HostLink())
-    return Planned(module=module, loader=loader, device=device, built=built)
+    return Prepared(module=module, loader=loader, options=strategy.options, setting=setting)
+
+
+def plan_config(config: DictConfig) -> Planned:
+    """Prepare, measure the layers (or read the cache), and plan.
+
+    Raises:
+        DPipeError: As `prepare_config`.
+        PlanError: World, batch and stages do not fit each other.
+    """
+    prepared = prepare_config(config)
+    options, setting = prepared.options, prepared.setting
+    built = build(prepared.module.spec, options, setting, HostLink())
+    return Planned(
+        module=prepared.module,
+        loader=prepared.loader,
+        device=setting.device,
+        built=built,
+        options=options,
+        setting=setting,
+    )
 
 
 def fills_bubbles(config: DictConfig) -> bool:
@@ -82,8 +113,14 @@ def fills_bubbles(config: DictConfig) -> bool:
     return any(c and c.get("_target_") == name for c in callbacks)
 
 
-def _batch_size(strategy: DiffusionPipeStrategy, loader: Any) -> int:
-    size = strategy._batch_size or loader_batch_size([loader])
+def _batch_size(config: DictConfig, strategy: DiffusionPipeStrategy, loader: Any) -> int:
+    told = loader_batch_size([loader])
+    if config.batch_size is not None and told not in (None, config.batch_size):
+        raise DPipeError(
+            f"batch_size={config.batch_size}, but the loader makes batches of {told}; "
+            "set the batch size where your data takes it"
+        )
+    size = strategy._batch_size or told or config.batch_size
     if size is None:
-        raise DPipeError("the loader does not tell its batch size; set +strategy.batch_size=N")
-    return size
+        raise DPipeError("the loader does not tell its batch size; give batch_size=N")
+    return int(size)

@@ -133,6 +133,12 @@ class ModelGraph:
         return frozenset(v for v, (component, _) in self.writers.items() if component in names)
 
     @cached_property
+    def frozen_fields(self) -> tuple[int, ...]:
+        """Batch fields that frozen layers read: what a device needs to encode another's samples."""
+        read = {v for c in self.frozen for layer in c.layers for v in layer.reads}
+        return tuple(v for v in self.inputs if v in read)
+
+    @cached_property
     def side_inputs(self) -> tuple[int, ...]:
         """Values from outside the backbones that a backbone, loss or estimate reads.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from lightning_dpipe.core.errors import PlanError
 from lightning_dpipe.core.op import Op
+from lightning_dpipe.core.origin import Origin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +26,10 @@ class Stage:
 class Fill:
     """After op `after` on `device`, run layers ``[start, stop)`` of `component` for the next batch.
 
-    Samples ``[first, last)`` are positions in the rank's own local batch. `after` None means
-    before the device's first op. `self_conditioned` says which of the two schedules it belongs to.
+    Samples ``[first, last)`` are positions in the local batch of device `owner` of the same group
+    (None: of the device itself). Whoever runs the first layer on a sample runs all of them: what
+    travels is the owner's batch fields and what is encoded from them. `after` None means before the
+    device's first op. `self_conditioned` says which of the two schedules it belongs to.
     """
 
     device: int
@@ -37,6 +40,12 @@ class Fill:
     first: int
     last: int
     self_conditioned: bool = False
+    owner: int | None = None
+
+    @property
+    def home(self) -> int:
+        """The device whose local batch the samples are from."""
+        return self.device if self.owner is None else self.owner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +54,8 @@ class Plan:
 
     `groups[g][d]` is the global rank of device `d` in pipeline group `g`; groups are replicas of
     the whole pipeline. `batch_size` is per device, as under DDP, so a group's micro-batches cut
-    ``batch_size * num_devices`` samples. `fills` is empty when frozen work runs up front.
+    ``batch_size * num_devices`` samples. `fills` is empty when frozen work runs up front. `origin`
+    says what the digests stand for.
 
     With several backbones `stages` lists one backbone after the other, each in ascending layer
     order, and their ops share the devices: `lengths` are the relative lengths of each stage's
@@ -62,6 +72,7 @@ class Plan:
     schedule: str
     fills: tuple[Fill, ...] = ()
     version: int = 1
+    origin: Origin | None = None
     lengths: tuple[tuple[int, int], ...] = ()
     conditioned: str | None = None
 

@@ -62,7 +62,9 @@ class Link:
 class Profile:
     """All costs of one model on one kind of device.
 
-    `overhead_us` is what an iteration costs beside its ops (loop, logging, loss exchange).
+    `overhead_us` is what an iteration costs beside its ops (loop, logging, loss exchange),
+    `fill_us` what starting one piece of frozen work costs beside its layers (Python, launches,
+    keeping the rows).
     `estimated` marks times that were computed (roofline) rather than measured.
     """
 
@@ -73,6 +75,7 @@ class Profile:
     device: str
     dtype: str
     overhead_us: int = 0
+    fill_us: int = 0
     memory_bytes: int | None = None
     estimated: bool = False
     versions: Mapping[str, str] = field(default_factory=dict)

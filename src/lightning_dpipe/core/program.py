@@ -96,7 +96,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PostRows:
-    """Start receiving samples ``[first, last)`` of `value` that `device` encodes."""
+    """Start receiving samples ``[first, last)`` of `value` from the local batch of `device`."""
 
     message: Message
     value: int
@@ -108,13 +108,17 @@ class PostRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendRows:
-    """Start sending samples ``[first, last)`` of `value` that this rank encoded."""
+    """Start sending samples ``[first, last)`` of `value` that this rank loaded or encoded.
+
+    They are from the local batch of device `owner`, None: from this rank's own.
+    """
 
     message: Message
     value: int
     first: int
     last: int
     when: When
+    owner: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +155,12 @@ class Zeros:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encode:
-    """Run layers ``[start, stop)`` of a frozen component on local samples ``[first, last)``."""
+    """Run layers ``[start, stop)`` of a frozen component on local samples ``[first, last)``.
+
+    With an `owner` the samples are those of that device's local batch: their batch fields `fields`
+    are received, and must have arrived. `rows` is how many of the owner's samples this rank encodes
+    in all, None: the whole local batch.
+    """
 
     component: str
     start: int
@@ -159,6 +168,9 @@ class Encode:
     first: int
     last: int
     when: When
+    owner: int | None = None
+    fields: tuple[int, ...] = ()
+    rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

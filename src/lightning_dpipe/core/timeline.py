@@ -31,7 +31,8 @@ PIPELINE = frozenset({Activity.FORWARD, Activity.BACKWARD, Activity.SELF_CONDITI
 class FrozenWork:
     """Layers ``[start, stop)`` of a frozen component on local samples ``[first, last)``.
 
-    Prints as ``text[0:3] 0:16``, the label of frozen spans.
+    Prints as ``text[0:3] 0:16``, the label of frozen spans; ``text[0:3] 0:16 of 2`` says that the
+    samples are those of device `owner` = 2.
     """
 
     component: str
@@ -39,9 +40,11 @@ class FrozenWork:
     stop: int
     first: int
     last: int
+    owner: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.component}[{self.start}:{self.stop}] {self.first}:{self.last}"
+        guest = "" if self.owner is None else f" of {self.owner}"
+        return f"{self.component}[{self.start}:{self.stop}] {self.first}:{self.last}{guest}"
 
     @classmethod
     def parse(cls, label: str) -> "FrozenWork":
@@ -50,11 +53,12 @@ class FrozenWork:
         Raises:
             DPipeError: It is not one.
         """
-        found = re.fullmatch(r"(.+)\[(\d+):(\d+)\] (\d+):(\d+)", label)
+        found = re.fullmatch(r"(.+)\[(\d+):(\d+)\] (\d+):(\d+)(?: of (\d+))?", label)
         if found is None:
             raise DPipeError(f"{label!r} is not the label of frozen work, as in text[0:3] 0:16")
-        start, stop, first, last = map(int, found.groups()[1:])
-        return cls(component=found[1], start=start, stop=stop, first=first, last=last)
+        start, stop, first, last = map(int, found.groups()[1:5])
+        owner = None if found[6] is None else int(found[6])
+        return cls(component=found[1], start=start, stop=stop, first=first, last=last, owner=owner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_dpipe.data.captions import CaptionedImage, read_captions
 from lightning_dpipe.data.fields import FieldDataset
-from lightning_dpipe.data.images import CaptionedImage, decode_image, read_image_folder
+from lightning_dpipe.data.images import decode_image
 from lightning_dpipe.data.minilm import tokenize
 
 EMOJI_FOLDER = Path(__file__).parent / "emoji"
@@ -57,12 +58,12 @@ class EmojiDataModule(L.LightningDataModule):
     @property
     def train_images(self) -> tuple[CaptionedImage, ...]:
         """The training files and captions, in file order."""
-        return read_image_folder(self.folder / "train")
+        return read_captions(self.folder / "train")
 
     @property
     def validation_images(self) -> tuple[CaptionedImage, ...]:
         """The held-out files and captions, in file order."""
-        return read_image_folder(self.folder / "validation")
+        return read_captions(self.folder / "validation")
 
     @property
     def validation_captions(self) -> tuple[str, ...]:

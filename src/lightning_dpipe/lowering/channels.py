@@ -36,6 +36,8 @@ def plan_channels(plan: Plan, graph: ModelGraph) -> tuple[Channel, ...]:
         if sides.intersection(reads):
             every = range(plan.num_devices)
             edges.update((a, b, Lane.ROWS) for a, b in product(every, plan.stages[index].devices))
+    if sides or graph.frozen_fields:
+        edges.update((f.home, f.device, Lane.ROWS) for f in plan.fills)
     found = [
         Channel(source=group[source], target=group[target], lane=lane)
         for group in plan.groups

@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lightning_dpipe.core.errors import PlanError
+from lightning_dpipe.core.fills import MIN_CHUNK_BYTES
 from lightning_dpipe.core.plan import split_sizes
 from lightning_dpipe.core.program import Part
-
-MIN_CHUNK_BYTES = 256 * 1024
-"""Row messages smaller than this are joined over micro-batches: a message costs ~50 us of host."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,54 @@ DIT_XL_2_256: Mapping[str, Any] = {
     "activation_fn": "gelu-approximate",
     "attention_bias": True,
 }
+PIXART_ALPHA_512: Mapping[str, Any] = {
+    "num_attention_heads": 16,
+    "attention_head_dim": 72,
+    "in_channels": 4,
+    "out_channels": 8,
+    "num_layers": 28,
+    "sample_size": 64,
+    "patch_size": 2,
+    "cross_attention_dim": 1152,
+    "caption_channels": 4096,
+}
+SD3_M: Mapping[str, Any] = {
+    "sample_size": 128,
+    "patch_size": 2,
+    "in_channels": 16,
+    "out_channels": 16,
+    "num_layers": 24,
+    "attention_head_dim": 64,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 4096,
+    "caption_projection_dim": 1536,
+    "pooled_projection_dim": 2048,
+    "pos_embed_max_size": 192,
+}
+SD35_M: Mapping[str, Any] = {
+    **SD3_M,
+    "qk_norm": "rms_norm",
+    "dual_attention_layers": tuple(range(13)),
+    "pos_embed_max_size": 384,
+}
+SD35_L: Mapping[str, Any] = {
+    **SD3_M,
+    "num_layers": 38,
+    "num_attention_heads": 38,
+    "caption_projection_dim": 2432,
+    "qk_norm": "rms_norm",
+}
+FLUX_DEV: Mapping[str, Any] = {
+    "patch_size": 1,
+    "in_channels": 64,
+    "num_layers": 19,
+    "num_single_layers": 38,
+    "attention_head_dim": 128,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 4096,
+    "pooled_projection_dim": 768,
+    "guidance_embeds": True,
+}
 
 
 def on_meta(kind: type[M], config: Mapping[str, Any]) -> M:

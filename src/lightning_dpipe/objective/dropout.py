@@ -8,7 +8,7 @@ Drawn once per sample, outside the trained layers: a model's own label dropout w
 embedder and stage. Validation keys (batch below zero) drop nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,10 +65,8 @@ def caption_dropout(
     probability: float,
     *,
     seed: int,
-    empty_ids: tuple[int, ...],
-    empty_mask: tuple[int, ...],
-    reads: tuple[str, str] = ("input_ids", "attention_mask"),
-    writes: tuple[str, str] = ("caption_ids", "caption_mask"),
+    empty: Mapping[str, Sequence[int]],
+    prefix: str = "caption_",
     name: str = "caption",
 ) -> FrozenComponent:
     """Drop captions to the empty one, before the text encoder (as Stable Diffusion trains).
@@ -76,30 +74,32 @@ def caption_dropout(
     Args:
         probability: Share of samples dropped, in ``[0, 1]``.
         seed: The run's seed.
-        empty_ids: Token ids of the empty caption, padded as the others are, length ``tokens``.
-        empty_mask: Its attention mask, length ``tokens``.
-        reads: Names of the token ids and the mask, int64 ``[batch, tokens]``.
-        writes: Names of the results, in that order.
+        empty: The empty caption by batch field (token ids, masks), padded as the others are; each
+            field is read as int64 ``[batch, tokens]``.
+        prefix: The result of field ``x`` is called ``prefix + x``.
         name: The component's name.
 
     Raises:
-        SpecError: `probability` is outside ``[0, 1]``, or ids and mask differ in length.
+        SpecError: `probability` is outside ``[0, 1]``, or the fields differ in length.
     """
-    if len(empty_ids) != len(empty_mask):
+    lengths = {field: len(values) for field, values in empty.items()}
+    if len(set(lengths.values())) != 1:
         raise SpecError(
-            f"the empty caption has {len(empty_ids)} ids and a mask of {len(empty_mask)}; "
-            "pass both as the tokenizer returns them, padded to the same length"
+            f"the empty caption's fields have lengths {lengths}; pass them as the tokenizer "
+            "returns them, padded to the same length"
         )
     drop = _Dropped(probability=probability, seed=seed, purpose="caption_dropout")
 
-    def replace(ids: Tensor, mask: Tensor, draw_key: Tensor) -> tuple[Tensor, Tensor]:
-        dropped = drop(draw_key).to(ids.device)[:, None]
-        return (
-            torch.where(dropped, torch.tensor(empty_ids, device=ids.device), ids),
-            torch.where(dropped, torch.tensor(empty_mask, device=mask.device), mask),
+    def replace(*fields: Tensor) -> Tensor | tuple[Tensor, ...]:
+        *captions, draw_key = fields
+        dropped = drop(draw_key).to(captions[0].device)[:, None]
+        made = tuple(
+            torch.where(dropped, torch.tensor(values, device=caption.device), caption)
+            for caption, values in zip(captions, empty.values(), strict=True)
         )
+        return made if len(made) > 1 else made[0]
 
-    return _component(name, replace, (*reads, DRAW_KEY), writes)
+    return _component(name, replace, (*empty, DRAW_KEY), tuple(prefix + field for field in empty))
 
 
 def label_dropout(

@@ -32,13 +32,14 @@ class NoiseDraw:
     """``(latents, draw_key) -> (noisy, timestep, target, weight)``; a pure function of both.
 
     `noisy` keeps the latents' dtype, `target` and `weight` are float32. `weights` is a table over
-    the schedule's index, or None for ones.
+    the schedule's index, or None for ones. Draws of another `prefix` are other numbers.
     """
 
     schedule: NoiseSchedule
     seed: int
     density: TimestepDensity = TimestepDensity.UNIFORM
     weights: npt.NDArray[np.float32] | None = None
+    prefix: str = ""
 
     @torch.no_grad()
     def __call__(self, latents: Tensor, draw_key: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -48,7 +49,8 @@ class NoiseDraw:
             weight = torch.ones(index.shape, device=index.device)
         else:
             weight = torch.tensor(self.weights, device=index.device)[index]
-        noise = normal(self.seed, "noise", draw_key, latents.shape[1:]).to(latents.device)
+        noise = normal(self.seed, f"{self.prefix}noise", draw_key, latents.shape[1:])
+        noise = noise.to(latents.device)
         timestep = self.schedule.timestep(index)
         index = index.to(latents.device)
         x0 = latents.to(torch.float32, copy=True)  # `target` may be x0: never the latents' own
@@ -57,11 +59,11 @@ class NoiseDraw:
         return noisy, timestep.to(latents.device), target, weight.to(latents.device)
 
     def _index(self, draw_key: Tensor) -> Tensor:
-        num_steps = self.schedule.num_steps
+        num_steps, purpose = self.schedule.num_steps, f"{self.prefix}timestep"
         if self.density is TimestepDensity.UNIFORM:
-            return integers(self.seed, "timestep", draw_key, num_steps)
+            return integers(self.seed, purpose, draw_key, num_steps)
         # Flow schedules run from noise to data, as do diffusers' training scripts' indices.
-        quantile = normal(self.seed, "timestep", draw_key, ()).sigmoid()
+        quantile = normal(self.seed, purpose, draw_key, ()).sigmoid()
         return (quantile * num_steps).long().clamp_(max=num_steps - 1)
 
 
@@ -73,6 +75,7 @@ def noise_component(
     density: TimestepDensity = TimestepDensity.UNIFORM,
     min_snr_gamma: float | None = None,
     name: str = "noise",
+    prefix: str = "",
 ) -> FrozenComponent:
     """Build the component: reads `latents`, writes ``noisy``, ``timestep``, ``target``, ``weight``.
 
@@ -83,6 +86,7 @@ def noise_component(
         density: How timesteps are drawn.
         min_snr_gamma: Weight losses by min-SNR (5 in the paper); None weighs all alike.
         name: The component's name.
+        prefix: Put before the names it writes; models of a cascade have a noise component each.
 
     Raises:
         SpecError: `min_snr_gamma` is not positive.
@@ -90,12 +94,16 @@ def noise_component(
     """
     weights = None if min_snr_gamma is None else min_snr_weights(schedule, min_snr_gamma)
     draw = NoiseDraw(
-        schedule=schedule, seed=seed, density=TimestepDensity(density), weights=weights
+        schedule=schedule,
+        seed=seed,
+        density=TimestepDensity(density),
+        weights=weights,
+        prefix=prefix,
     )
     layer = Layer(
         name="draw",
         module=draw,
         reads=(latents, DRAW_KEY),
-        writes=("noisy", "timestep", "target", "weight"),
+        writes=tuple(prefix + w for w in ("noisy", "timestep", "target", "weight")),
     )
     return FrozenComponent(name=name, layers=(layer,))

@@ -221,20 +221,21 @@ def _configs(
     profile: Profile, space: Space, world_size: int, batch_size: int, *, hidden: bool
 ) -> Iterator[_Config]:
     """Every combination of devices, micro-batches, stages and schedule that the space allows."""
-    frozen_us = least_frozen_us(FrozenCosts.of(profile, samples=batch_size, overhead_us=0))
+    frozen_us = least_frozen_us(FrozenCosts.of(profile, samples=batch_size))
     aim = Aim(
         probability=space.probability,
         frozen_us=frozen_us,
         hidden=hidden,
+        shared=filler_of(space.fill) == "auto",
         max_nodes=space.max_nodes,
         objective=space.objective,
     )
-    for num_devices in _group_devices(space, world_size):
+    for num_devices in group_devices(space, world_size):
         batch = batch_size * num_devices
         seen = profile if space.network is None else space.network(profile, num_devices)
         costs = costs_of(seen)
         stages = _stage_choices(space, num_devices, costs.num_layers)
-        choices = itertools.product(_microbatch_choices(space, batch), space.schedules)
+        choices = itertools.product(microbatch_choices(space, batch), space.schedules)
         for num_microbatches, schedule in choices:
             plain = Cutting(
                 sizes=split_sizes(batch, num_microbatches),
@@ -277,7 +278,8 @@ def _buckets(
     return _Config(profile=costs.profile, cutting=cutting, bound_us=bound_us, chains=chains)
 
 
-def _group_devices(space: Space, world_size: int) -> list[int]:
+def group_devices(space: Space, world_size: int) -> list[int]:
+    """Devices of a pipeline group that the search tries."""
     if space.group_devices is not None:
         default_groups(world_size, space.group_devices)  # refuses what does not divide the world
         return [space.group_devices]
@@ -291,7 +293,8 @@ def _stage_choices(space: Space, num_devices: int, num_layers: int) -> list[int]
     return [s for s in choices if space.num_stages in (None, s)]
 
 
-def _microbatch_choices(space: Space, batch: int) -> list[int]:
+def microbatch_choices(space: Space, batch: int) -> list[int]:
+    """Micro-batches that the search tries for a group's batch of so many samples."""
     if space.num_microbatches is not None:
         return [space.num_microbatches] if 1 <= space.num_microbatches <= batch else []
     return [m for m in MICROBATCHES if m <= batch]

@@ -1,9 +1,9 @@
-"""The frozen work that one device still has to do, and how much of it goes into a bubble.
+"""The frozen work that a device still has to do on some samples, and what goes into a bubble.
 
 In:     the frozen components' layers with their costs, and the length of a bubble.
 Out:    pieces (layer, samples) in an order that respects layer chains and the component DAG.
 
-Each layer is done for a prefix of the device's samples, and never further than the layers whose
+Each layer is done for a prefix of the samples, and never further than the layers whose
 output it reads. Splitting a layer's batch costs extra when small batches are inefficient, so a
 bubble takes what finishes a layer first, largest first, and partial batches only for the rest.
 Source: DiffusionPipe (arXiv 2405.01248), section 5. Ours differs: any number of partial batches a
@@ -31,35 +31,45 @@ class FrozenLayer:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The layer at position `layer` of the run order, on local samples ``[first, last)``."""
+    """The layer at position `layer` of the run order, on local samples ``[first, last)``.
+
+    They are those of device `owner`, None: of the device that does the work.
+    """
 
     layer: int
     first: int
     last: int
+    owner: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenCosts:
     """All frozen layers in run order and what they cost: the same for every device.
 
-    `samples` is the local batch; `overhead_us` is what starting one more fill costs the host.
+    `samples` is the local batch.
     """
 
     profile: Profile
     samples: int
-    overhead_us: int
     layers: tuple[FrozenLayer, ...]
     _costs: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, profile: Profile, *, samples: int, overhead_us: int) -> "FrozenCosts":
+    def of(cls, profile: Profile, *, samples: int) -> "FrozenCosts":
         """Collect the frozen layers of a profile's model."""
-        return cls(
-            profile=profile,
-            samples=samples,
-            overhead_us=overhead_us,
-            layers=frozen_layers(profile.graph),
-        )
+        return cls(profile=profile, samples=samples, layers=frozen_layers(profile.graph))
+
+    @property
+    def fill_us(self) -> int:
+        """What starting one more fill costs."""
+        return self.profile.fill_us
+
+    def chain_us(self, samples: int) -> int:
+        """Everything frozen on some samples, each component in one fill."""
+        if not samples:
+            return 0
+        starts_us = len(self.profile.graph.frozen) * self.fill_us
+        return starts_us + sum(self.cost_us(i, samples) for i in range(len(self.layers)))
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
@@ -84,7 +94,7 @@ class FrozenCosts:
         return (
             piece.layer == last.layer + 1
             and layers[piece.layer].component == layers[last.layer].component
-            and (piece.first, piece.last) == (last.first, last.last)
+            and (piece.first, piece.last, piece.owner) == (last.first, last.last, last.owner)
         )
 
     def fills(self, pieces: Sequence[Piece], device: int, after: Op | None) -> list[Fill]:
@@ -105,6 +115,7 @@ class FrozenCosts:
                         stop=layer.index + 1,
                         first=piece.first,
                         last=piece.last,
+                        owner=piece.owner,
                     )
                 )
             last = piece
@@ -143,73 +154,91 @@ def frozen_layers(graph: ModelGraph) -> tuple[FrozenLayer, ...]:
 
 
 class Backlog:
-    """One device's state: `done[i]` samples of the layer at position i are encoded."""
+    """What is left of some samples: those below `done[i]` have passed the layer at position i.
+
+    By default it is a device's whole local batch; else samples `rows` of the device `owner`.
+    """
 
     def __init__(
-        self, work: FrozenCosts, *, partial: bool = True, order: Sequence[int] | None = None
+        self,
+        work: FrozenCosts,
+        *,
+        partial: bool = True,
+        order: Sequence[int] | None = None,
+        rows: tuple[int, int] | None = None,
+        owner: int | None = None,
     ) -> None:
-        self.work, self.partial, self.order = work, partial, order
-        self.done = [0] * len(work.layers)
+        self.work, self.partial, self.order, self.owner = work, partial, order, owner
+        self.first, self.last = (0, work.samples) if rows is None else rows
+        self.done = [self.first] * len(work.layers)
         # How far each layer may go: as far as the layers whose output it reads.
-        self._stops = [0 if layer.before else work.samples for layer in work.layers]
-        self._ready = [i for i, stop in enumerate(self._stops) if stop]
+        self._stops = [self.first if layer.before else self.last for layer in work.layers]
+        self._ready = [i for i, stop in enumerate(self._stops) if stop > self.first]
         self._too_short_us = 0
 
     def pack(self, budget_us: int) -> tuple[list[Piece], int]:
-        """Take pieces that fit into `budget_us` together, fill overheads included.
+        """Take pieces that fit into `budget_us` together.
 
         Returns:
-            The pieces in run order, and their time without the overheads.
+            The pieces in run order, and their time with what starting their fills costs.
         """
         pieces: list[Piece] = []
-        used_us, left_us = 0, budget_us
+        left_us = budget_us
         while left_us > self._too_short_us and self._ready:
             piece = self._choose(left_us, pieces[-1] if pieces else None)
             if piece is None:
                 self._too_short_us = left_us
                 break
-            cost_us = self.work.cost_us(piece.layer, piece.last - piece.first)
-            left_us -= cost_us + self._overhead_us(piece, pieces[-1] if pieces else None)
-            used_us += cost_us
+            left_us -= self._time_us(piece, pieces[-1] if pieces else None)
             self._take(piece)
             pieces.append(piece)
-        return pieces, used_us
+        return pieces, budget_us - left_us
 
     def drain(self) -> tuple[list[Piece], int]:
         """Take everything that is left, each layer in one piece."""
-        b = self.work.samples
-        pieces = [Piece(i, done, b) for i, done in enumerate(self.done) if done < b]
-        for piece in pieces:
+        pieces = [
+            Piece(i, done, self.last, self.owner)
+            for i, done in enumerate(self.done)
+            if done < self.last
+        ]
+        spent_us = 0
+        for last, piece in zip([None, *pieces], pieces, strict=False):
+            spent_us += self._time_us(piece, last)
             self._take(piece)
-        return pieces, sum(self.work.cost_us(p.layer, p.last - p.first) for p in pieces)
+        return pieces, spent_us
 
     def _choose(self, budget_us: int, last: Piece | None) -> Piece | None:
         """The longest piece that finishes a layer; else the part that saves most; else None.
 
         With an order: the first such piece and the first such part instead.
         """
-        work, b = self.work, self.work.samples
+        work, b = self.work, self.last
         best: tuple[bool, int, Piece] | None = None
         for i in self._ready:
             first, stop = self.done[i], self._stops[i]
-            piece = Piece(i, first, stop)
-            room_us = budget_us - self._overhead_us(piece, last)
+            piece = Piece(i, first, stop, self.owner)
+            room_us = budget_us - self._start_us(piece, last)
             finishes = stop == b and work.cost_us(i, b - first) <= room_us
             if not finishes:
                 if not self.partial:
                     continue
                 num = work.most_samples(i, stop - first, room_us)
-                piece = Piece(i, first, first + num)
+                piece = Piece(i, first, first + num, self.owner)
             saved_us = work.cost_us(i, b - first) - work.cost_us(i, b - piece.last)
-            worth_it = finishes or (piece.last > first and saved_us > work.overhead_us)
+            worth_it = finishes or (piece.last > first and saved_us > work.fill_us)
             rank = (finishes, saved_us if self.order is None else -self.order[i])
             if worth_it and (best is None or rank > best[:2]):
                 best = (*rank, piece)
         return None if best is None else best[2]
 
-    def _overhead_us(self, piece: Piece, last: Piece | None) -> int:
+    def _time_us(self, piece: Piece, last: Piece | None) -> int:
+        return self._start_us(piece, last) + self.work.cost_us(
+            piece.layer, piece.last - piece.first
+        )
+
+    def _start_us(self, piece: Piece, last: Piece | None) -> int:
         """A piece that prolongs the fill before it by one layer is no new fill."""
-        return 0 if last is not None and self.work.prolongs(piece, last) else self.work.overhead_us
+        return 0 if last is not None and self.work.prolongs(piece, last) else self.work.fill_us
 
     def _take(self, piece: Piece) -> None:
         self._too_short_us = 0

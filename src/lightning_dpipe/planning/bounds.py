@@ -9,7 +9,8 @@ From the first forward of a chain of stages,
            other, or its first forward, the path of the stages behind it, and its last backward,
     finish until all its stages have summed gradients and stepped: path + tail, or the first
            forward and the finish of the stages behind it,
-    load   of its most loaded device: ops, optimizer, and the frozen work that is to be hidden.
+    load   of its most loaded device: ops, optimizer, and the frozen work that is to be hidden,
+    total  of all devices: the same, for frozen work that may move between the devices of a group.
 Each holds for every schedule that flushes and keeps one stage a device. path and finish are least
 over cuts separately, so the bound of a chain may be below that of any cut: it stays a bound.
 """
@@ -42,22 +43,25 @@ class Rest:
     path: Array
     finish: Array
     load: Array
+    total: Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
     """What the stages chosen so far do to the times of the stages behind them.
 
-    finish = max(own, before_path + path', before_finish + finish'), load = max(load, load').
+    finish = max(own, before_path + path', before_finish + finish'), load = max(load, load'),
+    total = total + total'.
     """
 
     own: float
     before_path: float
     before_finish: float
     load: float
+    total: float
 
 
-NOTHING = Prefix(own=0.0, before_path=0.0, before_finish=0.0, load=0.0)
+NOTHING = Prefix(own=0.0, before_path=0.0, before_finish=0.0, load=0.0, total=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +76,15 @@ class _Terms:
     first: Array
     tail: Array
     load: Array
+    total: Array
 
 
 class ChainBounds:
     """Bounds of all chains for one cutting of the batch.
 
     `frozen_us` is each device's frozen work; if `hidden` it runs in bubbles and counts as load,
-    else it comes first and shifts everything. `uniform`: one device a stage.
+    else it comes first and shifts everything. If `shared` it may move between the devices of a
+    group, and counts as a load of all of them together. `uniform`: one device a stage.
     """
 
     def __init__(
@@ -89,10 +95,11 @@ class ChainBounds:
         max_stages: int,
         frozen_us: int,
         hidden: bool,
+        shared: bool = False,
         uniform: bool = False,
     ) -> None:
         self.costs, self.cutting = costs, cutting
-        self.frozen_us, self.hidden = frozen_us, hidden
+        self.frozen_us, self.hidden, self.shared = frozen_us, hidden, shared and hidden
         self.max_stages = min(max_stages, costs.num_layers, cutting.num_devices)
         self.most_replicas = 1 if uniform else min(cutting.num_devices, cutting.sizes[-1])
         self._hops = costs.hops_us(cutting, self.most_replicas)
@@ -113,7 +120,13 @@ class ChainBounds:
         rest = self._rests.get((num_stages, self.cutting.num_devices))
         if rest is None:
             return float("inf")
-        return self.close_us(max(float(rest.finish[0]), float(rest.load[0])))
+        mean_us = float(self._mean_us(rest.total)[0])
+        return self.close_us(max(float(rest.finish[0]), float(rest.load[0]), mean_us))
+
+    def _mean_us(self, total: Array) -> Array:
+        """Mean over a group's devices of all they do, from the total of their ops."""
+        frozen_us = self.frozen_us if self.shared else 0
+        return total / self.cutting.num_devices + frozen_us
 
     def close_us(self, end_us: float) -> float:
         """Add what is the same for every cut."""
@@ -134,6 +147,7 @@ class ChainBounds:
         """
         t = self._table_and_terms(replicas, num_stages)[1]
         path, load = t.work[start], np.maximum(prefix.load, t.load[start])
+        total = prefix.total + t.total[start]
         finish = path + t.tail[start]
         if num_stages > 1:
             behind = self._rests.get((num_stages - 1, num_devices - replicas))
@@ -142,6 +156,8 @@ class ChainBounds:
             path = np.maximum(path, t.around[start] + behind.path)
             finish = np.maximum(path + t.tail[start], t.first[start] + behind.finish)
             load = np.maximum(load, behind.load)
+            total = total + behind.total
+        load = np.maximum(load, self._mean_us(total))
         ends = np.maximum(prefix.before_path + path, prefix.before_finish + finish)
         bounds: Array = np.maximum(np.maximum(ends, prefix.own), load)
         if num_stages == 1:
@@ -160,6 +176,7 @@ class ChainBounds:
             before_path=max(p.before_path + around, p.before_finish + around + tail),
             before_finish=p.before_finish + float(t.first[start, stop]),
             load=max(p.load, float(t.load[start, stop])),
+            total=p.total + float(t.total[start, stop]),
         )
 
     def _all_rests(self) -> dict[tuple[int, int], Rest]:
@@ -177,17 +194,28 @@ class ChainBounds:
                         path=np.minimum.reduce([x.path for x in found]),
                         finish=np.minimum.reduce([x.finish for x in found]),
                         load=np.minimum.reduce([x.load for x in found]),
+                        total=np.minimum.reduce([x.total for x in found]),
                     )
         return rests
 
     def _rest(self, replicas: int, num_stages: int, behind: Rest | None) -> Rest:
         t = self._table_and_terms(replicas, num_stages)[1]
         if behind is None:
-            return Rest(path=t.work[:, -1], finish=(t.work + t.tail)[:, -1], load=t.load[:, -1])
+            return Rest(
+                path=t.work[:, -1],
+                finish=(t.work + t.tail)[:, -1],
+                load=t.load[:, -1],
+                total=t.total[:, -1],
+            )
         path = np.maximum(t.work, t.around + behind.path)
         finish = np.maximum(path + t.tail, t.first + behind.finish)
         load = np.maximum(t.load, behind.load)
-        return Rest(path=path.min(axis=1), finish=finish.min(axis=1), load=load.min(axis=1))
+        return Rest(
+            path=path.min(axis=1),
+            finish=finish.min(axis=1),
+            load=load.min(axis=1),
+            total=(t.total + behind.total).min(axis=1),
+        )
 
     def _table_and_terms(self, replicas: int, from_back: int) -> tuple[StageTable, _Terms]:
         """Positions differ only where memory is limited."""
@@ -196,13 +224,14 @@ class ChainBounds:
             t = self.costs.table(self.cutting, replicas=replicas, from_back=from_back)
             forward_hop, back_hop = self._hops
             first = t.first + forward_hop
-            hidden_us = self.frozen_us if self.hidden else 0
+            hidden_us = self.frozen_us if self.hidden and not self.shared else 0
             terms = _Terms(
                 work=t.work,
                 around=first + back_hop + t.last,
                 first=first,
                 tail=t.sync + t.step,
                 load=t.work + t.step + hidden_us,
+                total=t.total,
             )
             self._tables[key] = (t, terms)
         return self._tables[key]

@@ -65,7 +65,8 @@ class Direction:
             return found
 
         return StageTable(
-            work=np.where(self.exists, self.work_us(cutting, replicas), np.inf),
+            work=np.where(self.exists, self.ops_us(cutting, replicas, "work"), np.inf),
+            total=np.where(self.exists, self.ops_us(cutting, replicas, "total"), np.inf),
             first=least("first"),
             last=least("last"),
             sync=least("sync"),
@@ -73,15 +74,15 @@ class Direction:
             recompute=np.zeros_like(self.exists),
         )
 
-    def work_us(self, cutting: Cutting, replicas: int) -> Array:
-        """All ops between two borders; also where some backbone has no layer there."""
+    def ops_us(self, cutting: Cutting, replicas: int, name: str) -> Array:
+        """`work` or `total` of a StageTable; also where some backbone has no layer."""
 
-        def work(costs: BackboneCosts) -> Array:
+        def ops(costs: BackboneCosts) -> Array:
             own = self.of(costs, cutting)
-            found = costs.table(own, replicas=replicas, from_back=1, limited=False).work
-            return np.where(costs.sequential, found, 0.0)
+            table = costs.table(own, replicas=replicas, from_back=1, limited=False)
+            return np.where(costs.sequential, getattr(table, name), 0.0)
 
-        return self.total(work)
+        return self.total(ops)
 
     def hops_us(self, cutting: Cutting, most_replicas: int) -> tuple[Array, Array]:
         """Per border: least time of the first message forward and of the last one back."""

@@ -2,70 +2,47 @@
 
 In:     a Plan without fills, its Schedule and Profile.
 Out:    Fill tuples that cover every frozen layer and every local sample of every device once;
-        what fits into no bubble follows the device's last op.
+        what fits into no bubble follows the last op of the device that encodes it.
 Source: DiffusionPipe (arXiv 2405.01248), section 5. Ours differs: the objective is the simulated
-        end of the iteration with leftovers and gradient reduction, not the time filled.
+        end of the iteration with leftovers, gradient reduction and deliveries, not the time filled.
 
 First every bubble of the unfilled pipeline takes what fits without delaying any op. Where that
 leaves idle time, further placements may delay ops that are not critical: for a target end T each
 op has a latest start (T minus its longest way to the end), and a bubble may be stretched until
 then. Targets are tried with layers longest first and in run order, then with shuffled priorities,
 stretches and devices that split no batch, until one ends near the floor. The best is kept only if
-it ends the iteration visibly earlier, as it uses up slack that absorbs noise. Last, devices that
-can afford it do without partial batches.
+it ends the iteration visibly earlier, as it uses up slack that absorbs noise. Where devices have
+different idle time, samples then move to other devices of the group (`moving`), kept likewise.
+Devices that can afford it do without partial batches.
 """
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from lightning_dpipe.core.fills import Run
 from lightning_dpipe.core.plan import Fill, Plan
 from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.core.program import StepShape
 from lightning_dpipe.core.schedule import Schedule
-from lightning_dpipe.planning.backlog import Backlog, FrozenCosts, Piece
+from lightning_dpipe.planning.backlog import FrozenCosts
+from lightning_dpipe.planning.moving import nudged, runs_for, shared_floor_us
+from lightning_dpipe.planning.placing import Placement, Problem, Rule, place
 from lightning_dpipe.planning.schedules.of_plan import schedule_of
-from lightning_dpipe.simulation.clock import Clock, TaskGraph
+from lightning_dpipe.simulation.clock import Clock
+from lightning_dpipe.simulation.deliveries import Deliveries
 from lightning_dpipe.simulation.simulate import steady_shape
 from lightning_dpipe.simulation.tasks import task_graph
 
-FILL_OVERHEAD_US = 100
-"""What starting one more fill is taken to cost: a launch from Python and the message it causes."""
-
 _WORTH_IT = 500
-"""Slack is given up only for at least one part in this many of the iteration."""
+"""Slack is given up, or samples moved, only for at least one part in this many of the iteration."""
 
 _FEWEST_TARGETS, _MOST_TARGETS, _MOST_SHUFFLES, _WALKED = 4, 16, 128, 50_000
 """Walks tried: about as many as pass so many (task, frozen layer) pairs, so that planning a large
 pipeline stays fast and a small one is filled nearly optimally."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """How a walk fills bubbles.
-
-    `order` is the rank of each layer, None takes the longest first. `eager` also delays ops that
-    could start at once. `stretch` is the share of an op's slack that may be used up. Devices in
-    `whole` split no layer's batch.
-    """
-
-    order: tuple[int, ...] | None = None
-    eager: bool = False
-    stretch: float = 1.0
-    whole: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Pieces by (device, number of ops before them), and each device's end without overhead."""
-
-    slots: dict[tuple[int, int], list[Piece]]
-    device_end_us: tuple[int, ...]
-
-    @property
-    def end_us(self) -> int:
-        """End of the iteration, without the profile's overhead: no fill changes that."""
-        return max(self.device_end_us)
+_MOVE_TARGETS, _MOST_NUDGES = 8, 16
+"""Target ends for which samples are moved, and corrections of the best of them."""
 
 
 def fill(
@@ -74,7 +51,8 @@ def fill(
     profile: Profile,
     *,
     self_conditioned: bool = False,
-    fill_overhead_us: int = FILL_OVERHEAD_US,
+    partial: bool = True,
+    move: bool = True,
 ) -> tuple[Fill, ...]:
     """Place all frozen work of the next batch.
 
@@ -83,7 +61,9 @@ def fill(
         schedule: Order of ops per device, of the variant that `self_conditioned` names.
         profile: Costs.
         self_conditioned: Marks the fills as those of the schedule with S ops.
-        fill_overhead_us: Room a bubble must have beside the time of each fill in it.
+        partial: Whether a layer's batch may be split over bubbles; False is for ablations, and
+            moves no samples.
+        move: Whether a device may encode samples of another one of its group.
 
     Returns:
         Fills sorted by device, each device's in run order. Empty if there is nothing frozen.
@@ -92,11 +72,19 @@ def fill(
         PlanError: The plan does not fit the schedule.
         ScheduleError: The schedule would deadlock.
     """
-    work = FrozenCosts.of(profile, samples=plan.batch_size, overhead_us=fill_overhead_us)
+    work = FrozenCosts.of(profile, samples=plan.batch_size)
     if not work.layers:
         return ()
-    graph = task_graph(plan, schedule, profile, _encoded_shape(plan, schedule))
-    best = _best_placement(graph, work)
+    problem = Problem(
+        graph=task_graph(plan, schedule, profile, _encoded_shape(plan, schedule)),
+        work=work,
+        deliveries=Deliveries(
+            plan=plan, profile=profile, sizes=(plan.batch_size,) * plan.num_devices
+        ),
+    )
+    best = _best_placement(problem, problem.at_home, partial=partial)
+    if move and partial and plan.num_devices > 1:
+        best = _best_move(problem, best)
     return tuple(
         replace(fill, self_conditioned=self_conditioned)
         for (device, num_done), pieces in sorted(best.slots.items())
@@ -109,23 +97,25 @@ def fill(
 def lower_bound_us(plan: Plan, profile: Profile, *, self_conditioned: bool = False) -> int:
     """No placement of fills ends the iteration earlier than this.
 
-    The larger of the schedule's own end without frozen work, and the most loaded device: its ops,
-    its frozen work at the best batch sizes, its optimizer, and the profile's overhead.
+    The larger of the schedule's own end without frozen work, and the mean over a group's devices of
+    all that they do: ops, optimizer, frozen work at the best batch sizes, which may move between
+    them; and the profile's overhead.
     """
     schedule = schedule_of(plan, self_conditioned=self_conditioned)
     graph = task_graph(plan, schedule, profile, _encoded_shape(plan, schedule))
-    work = FrozenCosts.of(profile, samples=plan.batch_size, overhead_us=0)
+    frozen_us = least_frozen_us(FrozenCosts.of(profile, samples=plan.batch_size))
     clock = Clock(graph)
-    loads_us = [optimizer + least_frozen_us(work) for optimizer in graph.optimizer_us]
+    total_us = sum(graph.optimizer_us) + graph.num_devices * frozen_us
     for task in graph.tasks:
         clock.run(task)
-        loads_us[task.device] += task.length_us
-    return max(clock.end_us(), max(loads_us) + graph.overhead_us)
+        total_us += task.length_us
+    return max(clock.end_us(), -(-total_us // graph.num_devices) + graph.overhead_us)
 
 
 def least_frozen_us(work: FrozenCosts) -> int:
-    """Least time of one local batch: each layer at the batch size with the best rate."""
-    b, total_us = work.samples, 0
+    """Least time of one local batch: each layer at the batch size with the best rate, and a fill
+    for each component."""
+    b, total_us = work.samples, len(work.profile.graph.frozen) * work.fill_us
     for i in range(len(work.layers)):
         total_us += min(-(-work.cost_us(i, n) * b // n) for n in range(1, b + 1))
     return total_us
@@ -136,32 +126,80 @@ def _encoded_shape(plan: Plan, schedule: Schedule) -> StepShape:
     return replace(steady_shape(plan, schedule), encoded=True, next_sizes=None)
 
 
-def _best_placement(graph: TaskGraph, work: FrozenCosts) -> Placement:
+def _best_placement(problem: Problem, runs: tuple[Run, ...], *, partial: bool) -> Placement:
     """The first walk that comes near the floor, else the best of all rules and targets."""
-    rule, target_us = Rule(), None
-    best = first = _place(graph, work, rule, None)
-    low = _floor_us(graph, work)
-    for tried, share in _tries(graph, work):
+    every = frozenset(range(problem.graph.num_devices))
+    rule, target_us = Rule(whole=frozenset() if partial else every), None
+    best = first = place(problem, runs, rule)
+    low = _floor_us(problem, runs)
+    for tried, share in _tries(problem):
         if (best.end_us - low) * _WORTH_IT <= best.end_us:
             break
         target = low + int((first.end_us - low) * share)
-        found = _place(graph, work, tried, target)
+        if not partial:
+            tried = replace(tried, whole=every)
+        found = place(problem, runs, tried, target)
         least_gain_us = first.end_us // _WORTH_IT if target_us is None else 0
         if found.end_us < best.end_us - least_gain_us:
             best, rule, target_us = found, tried, target
-    return _without_partials(graph, work, best, rule, target_us)
+    if not partial:
+        return best
+    return _without_partials(problem, best, rule, target_us)
 
 
-def _tries(graph: TaskGraph, work: FrozenCosts) -> Iterator[tuple[Rule, float]]:
+def _best_move(problem: Problem, home: Placement) -> Placement:
+    """The best placement with samples moved, if it ends visibly earlier than without."""
+    low = shared_floor_us(problem)
+    if (home.end_us - low) * _WORTH_IT <= home.end_us:
+        return home
+    best = home
+    tried = {home.runs}
+    for i in range(_MOVE_TARGETS):
+        target_us = low + (home.end_us - low) * i // _MOVE_TARGETS
+        runs = runs_for(problem, target_us)
+        if runs not in tried:
+            tried.add(runs)
+            best = min(best, _quick(problem, runs, target_us), key=lambda x: x.end_us)
+    for _ in range(_MOST_NUDGES):
+        if (best.end_us - low) * _WORTH_IT <= best.end_us:
+            break
+        found = best
+        for runs in nudged(problem, best):
+            if runs not in tried:
+                tried.add(runs)
+                found = _quick(problem, runs, best.end_us)
+                if found.end_us < best.end_us:
+                    break
+        if found.end_us >= best.end_us:
+            break
+        best = found
+    if best.runs == home.runs:
+        return home
+    best = min(best, _best_placement(problem, best.runs, partial=True), key=lambda x: x.end_us)
+    return best if best.end_us < home.end_us - home.end_us // _WORTH_IT else home
+
+
+def _quick(problem: Problem, runs: tuple[Run, ...], target_us: int) -> Placement:
+    """A good placement from a few walks."""
+    walks = [place(problem, runs, Rule())]
+    in_order = tuple(range(len(problem.work.layers)))
+    for order in (None, in_order):
+        for eager in (False, True):
+            walks.append(place(problem, runs, Rule(order=order, eager=eager), target_us))
+    return min(walks, key=lambda x: x.end_us)
+
+
+def _tries(problem: Problem) -> Iterator[tuple[Rule, float]]:
     """Rules and targets (as shares of the way from the floor to the first placement's end).
 
     Ends are not monotone in the target (pieces are coarse), so a grid and not a bisection. Behind
     the grid come shuffled priorities, the same ones every time: what a layer order leaves over in
     samples that are too large for the last bubbles, another order may fit.
     """
-    walks = _WALKED // (len(graph.tasks) * len(work.layers))
+    graph, layers = problem.graph, problem.work.layers
+    walks = _WALKED // (len(graph.tasks) * len(layers))
     num = max(_FEWEST_TARGETS, min(_MOST_TARGETS, walks // 4))
-    in_order = tuple(range(len(work.layers)))
+    in_order = tuple(range(len(layers)))
     for order in (None, in_order):
         for eager in (False, True):
             for i in range(num):
@@ -175,55 +213,24 @@ def _tries(graph: TaskGraph, work: FrozenCosts) -> Iterator[tuple[Rule, float]]:
 
 
 def _without_partials(
-    graph: TaskGraph, work: FrozenCosts, best: Placement, rule: Rule, target_us: int | None
+    problem: Problem, best: Placement, rule: Rule, target_us: int | None
 ) -> Placement:
     """Fewer, fuller fills on the devices whose end leaves room for it."""
-    whole = _place(graph, work, replace(rule, whole=frozenset(range(graph.num_devices))), target_us)
+    every = frozenset(range(problem.graph.num_devices))
+    whole = place(problem, best.runs, replace(rule, whole=every), target_us)
     devices = [d for d, end_us in enumerate(whole.device_end_us) if end_us <= best.end_us]
-    if len(devices) == graph.num_devices:
+    if whole.end_us <= best.end_us:
         return whole
-    mixed = _place(graph, work, replace(rule, whole=frozenset(devices)), target_us)
+    mixed = place(problem, best.runs, replace(rule, whole=frozenset(devices)), target_us)
     return mixed if mixed.end_us <= best.end_us else best
 
 
-def _floor_us(graph: TaskGraph, work: FrozenCosts) -> int:
+def _floor_us(problem: Problem, runs: tuple[Run, ...]) -> int:
     """The earliest target worth a try: critical path, and each device's work at full batches."""
-    frozen_us = sum(work.cost_us(i, work.samples) for i in range(len(work.layers)))
-    loads_us = [optimizer + frozen_us for optimizer in graph.optimizer_us]
-    for task in graph.tasks:
-        loads_us[task.device] += task.length_us
-    return max(max(graph.path_us), *loads_us)
-
-
-def _place(graph: TaskGraph, work: FrozenCosts, rule: Rule, target_us: int | None) -> Placement:
-    """Walk the pipeline once, filling each bubble as it opens.
-
-    Without a target a fill ends before the op after it could start anyway; with one it may run
-    until that op must start for the iteration to end at `target_us`. An op that could start at
-    once is delayed by an eager rule only.
-    """
-    clock = Clock(graph)
-    backlogs = [
-        Backlog(work, partial=d not in rule.whole, order=rule.order)
-        for d in range(graph.num_devices)
+    loads_us = [
+        load_us + host_us
+        for load_us, host_us in zip(problem.loads_us, problem.deliveries.host_us(runs), strict=True)
     ]
-    num_done = [0] * graph.num_devices
-    slots: dict[tuple[int, int], list[Piece]] = {}
-    for task, path_us in zip(graph.tasks, graph.path_us, strict=True):
-        d = task.device
-        until_us = clock.ready_us(task)
-        if target_us is not None and (rule.eager or until_us > clock.free_us[d]):
-            slack_us = target_us - path_us - max(until_us, clock.free_us[d])
-            until_us = max(until_us, clock.free_us[d]) + max(0, int(slack_us * rule.stretch))
-        if until_us > clock.free_us[d]:
-            pieces, used_us = backlogs[d].pack(until_us - clock.free_us[d])
-            if pieces:
-                slots[d, num_done[d]] = pieces
-                clock.free_us[d] += used_us
-        clock.run(task)
-        num_done[d] += 1
-    for d, backlog in enumerate(backlogs):
-        pieces, used_us = backlog.drain()
-        slots.setdefault((d, num_done[d]), []).extend(pieces)
-        clock.free_us[d] += used_us
-    return Placement(slots, clock.device_end_us())
+    for run in runs:
+        loads_us[run.device] += problem.work.chain_us(run.last - run.first)
+    return max(problem.path_us, *loads_us)

@@ -15,6 +15,7 @@ last. Four bounds hold for every schedule that flushes:
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -132,8 +133,8 @@ class _Before:
 class PairBounds:
     """Bounds of all pipelines in two directions, for one cutting of the batch.
 
-    `frozen_us` and `hidden` as in `bounds.ChainBounds`. Where memory is limited, a position must at
-    least hold the weights of its stages and the activations of either.
+    `frozen_us`, `hidden` and `shared` as in `bounds.ChainBounds`. Where memory is limited, a
+    position must at least hold the weights of its stages and the activations of either.
     """
 
     def __init__(
@@ -144,12 +145,21 @@ class PairBounds:
         max_positions: int,
         frozen_us: int,
         hidden: bool,
+        shared: bool = False,
     ) -> None:
         self.directions, self.cutting = directions, cutting
-        self.hidden_us = frozen_us if hidden else 0
+        self.frozen_us = frozen_us if hidden else 0
+        self.hidden_us = 0 if shared else self.frozen_us
         free = replace(cutting, memory_bytes=None)
         self.down, self.up = (
-            ChainBounds(d, free, max_stages=max_positions, frozen_us=frozen_us, hidden=hidden)
+            ChainBounds(
+                d,
+                free,
+                max_stages=max_positions,
+                frozen_us=frozen_us,
+                hidden=hidden,
+                shared=shared,
+            )
             for d in (directions.down, directions.up)
         )
         self.most_replicas = self.down.most_replicas
@@ -177,13 +187,25 @@ class PairBounds:
         Either direction alone, or all work spread evenly over all devices.
         """
         alone_us = max(self.down.least_us(num_positions), self.up.least_us(num_positions))
-        choices = range(1, self.most_replicas + 1)
-        work_us = 0.0
+        spread_us = self._spread_us("work") + self.hidden_us
+        return max(alone_us, self.down.close_us(max(spread_us, self.mean_us)))
+
+    @cached_property
+    def mean_us(self) -> float:
+        """Least mean over a group's devices of all they do, frozen work included."""
+        return self._spread_us("total") + self.frozen_us
+
+    def _spread_us(self, name: str) -> float:
+        """Ops of all layers over all devices, each layer at its best number of replicas."""
+        total_us = 0.0
         for direction in (self.directions.down, self.directions.up):
-            layers = [r * np.diagonal(direction.work_us(self.cutting, r), 1) for r in choices]
-            work_us += float(np.minimum.reduce(layers).sum())
-        spread_us = work_us / self.cutting.num_devices + self.hidden_us
-        return max(alone_us, self.down.close_us(spread_us))
+            layers = [
+                (replicas if name == "work" else 1)
+                * np.diagonal(direction.ops_us(self.cutting, replicas, name), 1)
+                for replicas in range(1, self.most_replicas + 1)
+            ]
+            total_us += float(np.minimum.reduce(layers).sum())
+        return total_us / self.cutting.num_devices
 
     def rest_us(self, num_positions: int, num_devices: int) -> Array:
         """Least load of the most loaded position, see `Bottleneck.at`."""
@@ -216,6 +238,7 @@ class PairBounds:
         ops_us = down.work[a][:, None] + up.work[:, b][None, :]
         load = np.maximum(ops_us + step_us + self.hidden_us, prefix.load)
         load = np.maximum(load, self.rest_us(num_positions - 1, left - replicas))
+        load = np.maximum(load, self.mean_us)
         starts = np.minimum(prefix.down.before_finish, before.first)[None, :]
         after_down = np.maximum(down.sync[a][:, None] + step_us, prefix.down_back)
         after_up = np.maximum(up.sync[:, b][None, :] + step_us, before.back[None, :])

@@ -115,7 +115,7 @@ class _Choices:
     def by_bound(self, world_size: int, batch_size: int) -> list[tuple[float, int, ChainBounds]]:
         """(bound, stages, bounds of one variant) of every S and M, least bound first."""
         backbone = only_backbone(self.profile)
-        work = FrozenCosts.of(self.profile, samples=batch_size, overhead_us=0)
+        work = FrozenCosts.of(self.profile, samples=batch_size)
         frozen_us = least_frozen_us(work)
         found = []
         for stages in self.num_stages:

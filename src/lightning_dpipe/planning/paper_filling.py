@@ -43,7 +43,7 @@ def paper_fill(
     Returns:
         Fills sorted by device, each device's in run order.
     """
-    work = FrozenCosts.of(profile, samples=plan.batch_size, overhead_us=0)
+    work = FrozenCosts.of(profile, samples=plan.batch_size)
     shape = replace(steady_shape(plan, schedule), encoded=True, next_sizes=None)
     timeline = simulate(replace(plan, fills=()), schedule, profile, shape=shape)
     chains = [_Chains(work) for _ in range(plan.num_devices)]

@@ -45,6 +45,7 @@ class Aim:
     probability: float
     frozen_us: int
     hidden: bool
+    shared: bool
     max_nodes: int | None
     objective: str
 
@@ -77,6 +78,7 @@ def _of_one(
                 max_stages=stages[-1],
                 frozen_us=aim.frozen_us,
                 hidden=aim.hidden,
+                shared=aim.shared,
             ),
         )
         for conditioned, share in variants_of(costs.profile.graph, aim.probability)
@@ -113,6 +115,7 @@ def _of_several(
                 max_positions=positions[-1],
                 frozen_us=aim.frozen_us,
                 hidden=aim.hidden,
+                shared=aim.shared,
             ),
         )
         for conditioned, share in variants_of(profile.graph, aim.probability)

@@ -13,16 +13,15 @@ from typing import Literal
 
 from lightning_dpipe.core.errors import PlanError
 from lightning_dpipe.core.jsonio import digest
+from lightning_dpipe.core.origin import origin_of
 from lightning_dpipe.core.plan import Plan, Stage, default_groups, split_sizes
 from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.planning.auto import Progress, Space, search
-from lightning_dpipe.planning.filling import lower_bound_us
 from lightning_dpipe.planning.opposite import Cuts, num_stages_of, opposite_stages, with_lengths
 from lightning_dpipe.planning.schedules.of_plan import schedule_of
 from lightning_dpipe.planning.variants import SELF_CONDITIONING, filler_of, with_fills
-from lightning_dpipe.simulation.simulate import simulate
 
-__all__ = ["MICROBATCHES_PER_STAGE", "explain", "make_plan", "schedule_of", "with_fills"]
+__all__ = ["MICROBATCHES_PER_STAGE", "make_plan", "schedule_of", "with_fills"]
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +57,7 @@ def make_plan(
             or searched for with ``num_stages="auto"``. "auto": searched for.
         schedule: A key of `planning.schedules.SCHEDULES`.
         fill: Whether frozen work runs ahead in bubbles, rather than up front; "paper" places it as
-            DiffusionPipe does.
+            DiffusionPipe does, "whole" as by default but without splitting a layer's batch.
         cuts: First layer of every stage but the first, by backbone if there are several; by default
             the fastest slowest stage.
         probability: Share of self-conditioned steps, if the model has them.
@@ -75,7 +74,7 @@ def make_plan(
     if "auto" in (num_stages, num_microbatches) or objective != "simulated":
         if num_microbatches is None and num_stages != "auto":
             num_microbatches = _usual_microbatches(num_stages or world_size, batch_size)
-        space = _space(num_stages, num_microbatches, world_size, cuts)
+        space = space_of(num_stages, num_microbatches, world_size, cuts)
         space = replace(
             space, schedules=(schedule,), fill=fill, probability=probability, objective=objective
         )
@@ -86,7 +85,7 @@ def make_plan(
             "simulated %d plans: iteration %.2f ms; none of the space ends before %.2f ms",
             found.num_plans, found.expected_us / 1e3, found.bound_us / 1e3,
         )  # fmt: skip
-        return found.plan
+        return replace(found.plan, origin=origin_of(profile))
     assert num_stages != "auto"
     assert num_microbatches != "auto"
     if num_stages is None:
@@ -126,6 +125,7 @@ def _fixed_plan(
         num_microbatches=num_microbatches,
         batch_size=batch_size,
         schedule=schedule,
+        origin=origin_of(profile),
     )
     schedule_of(plan)  # an unknown schedule is refused now, not when the plan is first used
     return with_lengths(plan, profile)
@@ -135,13 +135,17 @@ def _usual_microbatches(num_stages: int, batch_size: int) -> int:
     return max(1, min(MICROBATCHES_PER_STAGE * num_stages, batch_size * num_stages))
 
 
-def _space(
+def space_of(
     num_stages: int | Auto | None,
     num_microbatches: int | Auto | None,
     world_size: int,
-    cuts: Cuts | None,
+    cuts: Cuts | None = None,
 ) -> Space:
-    """What is left to the search."""
+    """What "auto" leaves to the search.
+
+    Raises:
+        PlanError: `cuts` fix what the search would choose.
+    """
     if cuts is not None:
         given = dict(cuts) if isinstance(cuts, Mapping) else tuple(cuts)
         raise PlanError(
@@ -153,45 +157,6 @@ def _space(
         return Space(num_microbatches=fixed)
     num_stages = world_size if num_stages is None else num_stages
     return Space(num_stages=num_stages, group_devices=num_stages, num_microbatches=fixed)
-
-
-def explain(plan: Plan, profile: Profile) -> str:
-    """Table of the stages and what the plan is predicted to cost, as `dpipe plan` prints it."""
-    rows = max(split_sizes(plan.batch_size * plan.num_devices, plan.num_microbatches))
-    several = len(plan.chains) > 1
-    lines = ["stage  layers     forward    backward   parameters  devices" + "  backbone" * several]
-    for i, s in enumerate(plan.stages):
-        span = (s.backbone, s.start, s.stop)
-        costs = profile.component(s.backbone).layers[s.start : s.stop]
-        samples = -(-rows // len(s.devices))
-        lines.append(
-            f"{i:>5}  {f'{s.start}:{s.stop}':<9}"
-            f"{profile.forward_us(*span, samples) / 1e3:>6.2f} ms"
-            f"{profile.backward_us(*span, samples) / 1e3:>9.2f} ms"
-            f"{sum(c.param_bytes for c in costs) / 1e6:>10.2f} MB"
-            f"  {', '.join(map(str, s.devices))}"
-            + (" recompute" if s.recompute else "")
-            + f"        {s.backbone}" * several
-        )
-    schedule = schedule_of(plan)
-    unfilled = simulate(replace(plan, fills=()), schedule, profile)
-    timeline = simulate(plan, schedule, profile)
-    per_step = plan.batch_size * plan.world_size
-    lines += [
-        "",
-        f"{len(plan.groups)} x {plan.num_devices} devices, schedule {plan.schedule}, "
-        f"{plan.num_microbatches} micro-batches of {rows} samples, global batch {per_step}",
-        f"iteration {timeline.end_us / 1e3:.2f} ms "
-        f"(frozen work up front {unfilled.end_us / 1e3:.2f} ms, "
-        f"lower bound {lower_bound_us(plan, profile) / 1e3:.2f} ms), "
-        f"{per_step * 1e6 / max(timeline.end_us, 1):.1f} samples/s",
-        f"bubble ratio {timeline.bubble_ratio:.1%} (unfilled {unfilled.bubble_ratio:.1%}), "
-        f"fill ratio {timeline.fill_ratio:.1%}, "
-        f"{sum(not f.self_conditioned for f in plan.fills)} fills",
-    ]
-    if profile.estimated:
-        lines.append("times are estimated, not measured")
-    return "\n".join(lines)
 
 
 def _stages(

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dpipe.core.op import OpKind
+from lightning_dpipe.core.plan import split_sizes
 from lightning_dpipe.core.profile import Profile, interpolate
 from lightning_dpipe.planning.schedules import build_schedule
 from lightning_dpipe.simulation.memory import MOMENTS_PER_WEIGHT
@@ -52,6 +53,15 @@ class Cutting:
             found[share] = found.get(share, 0) + 1
         return found
 
+    def all_shares(self, replicas: int) -> dict[int, int]:
+        """The same, of all its replicas."""
+        found: dict[int, int] = {}
+        for size in self.sizes:
+            for share in split_sizes(size, replicas):
+                if share:
+                    found[share] = found.get(share, 0) + 1
+        return found
+
     def in_flight(self, from_back: int) -> int:
         """Most micro-batches that a stage holds, `from_back` = 1 for the last stage."""
         return _in_flight(self.schedule, from_back, self.num_microbatches)
@@ -61,7 +71,8 @@ class Cutting:
 class StageTable:
     """Microseconds of every stage ``[start, stop)`` at one number of replicas and one position.
 
-    `work`: all its ops. `first`: its first forward. `last`: its last backward. `sync`: gradient
+    `work`: all ops of its first replica. `total`: those of all replicas, with their optimizers.
+    `first`: its first forward. `last`: its last backward. `sync`: gradient
     reduction. `step`: optimizer. `recompute`: where activations are computed again.
     """
 
@@ -71,6 +82,7 @@ class StageTable:
     sync: Array
     step: Array
     recompute: NDArray[np.bool_]
+    total: Array
 
 
 class BackboneCosts:
@@ -183,6 +195,9 @@ class BackboneCosts:
         last_rows = -(-cutting.sizes[-1] // replicas)
         first_forward = self.at("forward_us", -(-cutting.sizes[0] // replicas))
         last_backward = self.at("backward_us", last_rows)
+        every = cutting.all_shares(replicas)
+        forwards_of_all = sum(n * self.at("forward_us", rows) for rows, n in every.items())
+        backwards_of_all = sum(n * self.at("backward_us", rows) for rows, n in every.items())
         again, allowed = self._memory(cutting, replicas, from_back)
         allowed &= self.sequential
         infinite = np.where(allowed, 0.0, np.inf)
@@ -193,6 +208,11 @@ class BackboneCosts:
             sync=self.sync(replicas * cutting.num_groups),
             step=self.step,
             recompute=again,
+            total=forwards * forwards_of_all
+            + backwards_of_all
+            + np.where(again, forwards_of_all, 0.0)
+            + replicas * self.step
+            + infinite,
         )
 
     def _memory(

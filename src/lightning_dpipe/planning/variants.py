@@ -7,6 +7,7 @@ Source: DiffusionPipe (arXiv 2405.01248), section 4.2: the objective is p T_SC +
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from lightning_dpipe.core.errors import PlanError
 from lightning_dpipe.core.graph import ModelGraph
@@ -21,8 +22,12 @@ from lightning_dpipe.simulation.simulate import simulate
 SELF_CONDITIONING = 0.5
 """Usual share of steps with the extra forward (Analog Bits, arXiv 2208.04202)."""
 
-FILLERS: Mapping[str, Callable[..., tuple[Fill, ...]]] = {"auto": fill_bubbles, "paper": paper_fill}
-"""How frozen work is placed: ours, or DiffusionPipe's own greedy."""
+FILLERS: Mapping[str, Callable[..., tuple[Fill, ...]]] = {
+    "auto": fill_bubbles,
+    "whole": partial(fill_bubbles, partial=False),
+    "paper": paper_fill,
+}
+"""How frozen work is placed: ours, ours without partial batches, or DiffusionPipe's own greedy."""
 
 
 def filler_of(fill: bool | str) -> str | None:

@@ -74,7 +74,7 @@ def _frozen_factors(profile: Profile, timelines: Sequence[Timeline]) -> dict[str
     profiled: dict[str, float] = defaultdict(float)
     for (_, label), lengths in _by_key(spans, lambda s: (s.device, s.label)).items():
         work = FrozenWork.parse(label)
-        measured[work.component] += statistics.median(lengths)
+        measured[work.component] += max(0, statistics.median(lengths) - profile.fill_us)
         profiled[work.component] += profile.forward_us(
             work.component, work.start, work.stop, work.last - work.first
         )

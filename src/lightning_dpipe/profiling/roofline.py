@@ -31,6 +31,9 @@ SAMPLES = (1, 2, 4, 8, 16, 32, 64)
 """Local batch sizes unless told otherwise."""
 
 _OPTIMIZER_PASSES = 7  # AdamW reads weight, gradient and two moments, and writes all but one back
+_LAUNCHES_PER_FILL = 4
+"""Starting a piece of frozen work is taken to hold up the host for as long as so many kernels."""
+
 _AUTOCAST = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -89,6 +92,7 @@ def roofline_profile(
         allreduce=cluster.ring(cluster.nodes),
         device=cluster.device.name,
         dtype=model.dtype,
+        fill_us=_LAUNCHES_PER_FILL * cluster.device.launch_us if model.graph.frozen else 0,
         memory_bytes=cluster.device.memory_bytes,
         estimated=True,
         versions=tool_versions(),

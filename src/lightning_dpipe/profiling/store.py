@@ -23,6 +23,7 @@ from lightning_dpipe.core.profile import Link, Profile
 from lightning_dpipe.models.binding import bind
 from lightning_dpipe.models.spec import PipelineSpec
 from lightning_dpipe.profiling.clock import Clock, Repeats
+from lightning_dpipe.profiling.fills import measure_fill_us
 from lightning_dpipe.profiling.layers import Progress, measure_layers
 from lightning_dpipe.profiling.links import loopback_links
 from lightning_dpipe.runtime.bound import Binding
@@ -74,6 +75,7 @@ def profile_model(
             "samples": wanted,
             "device": device_name(device),
             "dtype": [dtype, str(autocast)],
+            "measures": ["layers", "fills"],
             "versions": versions,
         }
     )
@@ -99,6 +101,7 @@ def profile_model(
             allreduce=allreduce,
             device=device_name(device),
             dtype=dtype,
+            fill_us=measure_fill_us(binding, graph, device=device, clock=clock),
             memory_bytes=_memory_bytes(device),
             versions=versions,
         )
@@ -121,6 +124,28 @@ def default_samples(
     frozen = sorted({-(-batch_size // n) for n in (1, 2, 4, 8)})
     return {
         c.name: tuple(frozen if c.kind is ComponentKind.FROZEN else backbone)
+        for c in graph.components
+    }
+
+
+def covering_samples(
+    graph: ModelGraph, *, batch_size: int, fewest_rows: int, most_rows: int
+) -> dict[str, tuple[int, ...]]:
+    """Sizes that enclose every row count a search may ask for, each at most twice the one before.
+
+    Costs are close to linear between neighbours; beyond the ends nothing is guessed.
+    """
+    rows = {fewest_rows, most_rows, min(max(batch_size, fewest_rows), most_rows)}
+    power = 1
+    while power < most_rows:
+        if power > fewest_rows:
+            rows.add(power)
+        power *= 2
+    if len(rows) == 1:  # a second size tells fixed from proportional cost
+        rows.add(-(-most_rows // 2))
+    frozen = sorted({-(-batch_size // n) for n in (1, 2, 4, 8)})
+    return {
+        c.name: tuple(frozen if c.kind is ComponentKind.FROZEN else sorted(rows))
         for c in graph.components
     }
 

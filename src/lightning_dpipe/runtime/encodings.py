@@ -1,5 +1,6 @@
-"""The encoded values of one batch: this rank's own rows, and the rows other devices deliver.
+"""The values of one batch, by device whose local batch the samples are from.
 
+They are this rank's own rows, rows that other devices deliver, and rows of others encoded here.
 Two banks alternate: while the step reads one, the next batch's rows are written into the other.
 Receive buffers and partial outputs are kept from step to step as long as shapes do not change.
 """
@@ -24,7 +25,7 @@ class Encodings:
         self._buffers: dict[tuple[int, int], Tensor] = {}
         self._tensors: dict[tuple[int, int], Tensor] = {}
         self._pending: dict[tuple[int, int], list[tuple[int, int, Handle, Message]]] = {}
-        self._consumed: dict[int, int] = {}
+        self._consumed: dict[tuple[int, int], int] = {}
         self.sizes: tuple[int, ...] = ()
 
     def begin(self, fields: Mapping[int, Tensor], sizes: tuple[int, ...]) -> None:
@@ -50,26 +51,18 @@ class Encodings:
             self._tensors[(value, self._own)] = tensor.contiguous()
 
     def read(self, value: int, device: int, first: int, last: int) -> Tensor:
-        """Rows ``[first, last)`` that `device` encoded. They must have arrived: see `waiting`."""
+        """Rows ``[first, last)`` of a device's batch. They must have arrived: see `waiting`."""
         return self._tensors[(value, device)][first:last]
 
-    def own(self, value: int, first: int, last: int) -> Tensor:
-        """Rows ``[first, last)`` of this rank's own encoding."""
-        return self._tensors[(value, self._own)][first:last]
-
-    def write(self, value: int, first: int, last: int, tensor: Tensor) -> None:
+    def write(self, value: int, device: int, first: int, last: int, tensor: Tensor) -> None:
         """Keep encoded rows: the whole batch as it is, a part copied into the full buffer."""
-        rows = self.sizes[self._own]
-        if last - first == rows:
-            self._tensors[(value, self._own)] = tensor.contiguous()
-            return
-        key = (value, self._own)
-        if key not in self._tensors:
-            self._tensors[key] = self._buffer(value, self._own, rows)
-        self._tensors[key][first:last].copy_(tensor)
+        if last - first == self.sizes[device]:
+            self._tensors[(value, device)] = tensor.contiguous()
+        else:
+            self.landing(value, device, first, last).copy_(tensor)
 
     def landing(self, value: int, device: int, first: int, last: int) -> Tensor:
-        """Where rows that `device` sends are received: a contiguous slice of its buffer."""
+        """Where rows of a device's batch are received: a contiguous slice of its buffer."""
         key = (value, device)
         if key not in self._tensors:
             self._tensors[key] = self._buffer(value, device, self.sizes[device])
@@ -92,12 +85,21 @@ class Encodings:
         self._pending[(value, device)] = [p for p in pending if p not in due]
         return [(handle, message) for _, _, handle, message in due]
 
-    def consume(self, value: int, rows: int, total: int) -> None:
+    def consume(self, value: int, device: int, rows: int, total: int) -> None:
         """A frozen layer has read `rows` of an internal value; at `total` it is dropped."""
-        self._consumed[value] = self._consumed.get(value, 0) + rows
-        if self._consumed[value] >= total:
-            self._tensors.pop((value, self._own), None)
-            self._buffers.pop((value, self._own), None)
+        key = (value, device)
+        self._consumed[key] = self._consumed.get(key, 0) + rows
+        if self._consumed[key] >= total:
+            self._tensors.pop(key, None)
+            self._buffers.pop(key, None)
+
+    def on_host(self, value: int) -> bool:
+        """Whether this rank has a batch field on the host."""
+        return self._tensors[(value, self._own)].device.type == "cpu"
+
+    def to_host(self, value: int, device: int) -> None:
+        """Replace all received rows of a device's batch by a copy on the host."""
+        self._tensors[(value, device)] = self._tensors[(value, device)].cpu()
 
     def _buffer(self, value: int, device: int, rows: int) -> Tensor:
         known = self._graph.values[value]

@@ -114,6 +114,8 @@ class Engine:
         self._reducer = reducer
         self.tracer = tracer
         self.position = ""
+        cuda = device.type == "cuda"
+        self._aside = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
         self._buffers: dict[int, tuple[Tensor, ...]] = {}
         self._scales: dict[tuple[int, float], Tensor] = {}
 
@@ -178,7 +180,10 @@ class Engine:
                 handle = self._transport.post(message, buffer_rows)
                 bank.expect(value, device, first, last, handle, message)
             case SendRows(message=message, value=value, first=first, last=last):
-                rows = state.bank(instruction.when).own(value, first, last)
+                bank = state.bank(instruction.when)
+                home = bank.position if instruction.owner is None else instruction.owner
+                # Draw keys are on the host, and not every transport sends from there.
+                rows = bank.read(value, home, first, last).to(self._device)
                 state.sending.append(self._transport.send(message, rows))
                 if self.tracer is not None:
                     self.tracer.sent(message.channel.target, message.tag)
@@ -259,10 +264,30 @@ class Engine:
             target[part.start : stop : part.step].copy_(source)
 
     def _encode(self, work: Encode, state: _Running) -> None:
+        bank = state.bank(work.when)
+        if work.owner is not None:
+            self._await_fields(work, work.owner, bank)
         start = self.tracer.mark() if self.tracer is not None else 0
-        self._frozen.run(work, state.bank(work.when))
+        self._frozen.run(work, bank)
         if self.tracer is not None:
             self.tracer.work(start, Activity.FROZEN, describe(work))
+
+    def _await_fields(self, work: Encode, owner: int, bank: Encodings) -> None:
+        """Wait for the batch fields of another device's samples.
+
+        Fields that live on the host (draw keys) are fetched on a stream of their own: on the
+        layers' stream the host would wait until all that is queued there is done.
+        """
+        for value in work.fields:
+            if self._aside is None or not bank.on_host(value):
+                for handle, message in bank.waiting(value, owner, work.first, work.last):
+                    self._wait(handle, message.channel.source, message.tag)
+                continue
+            due = bank.waiting(value, owner, 0, bank.sizes[owner])
+            with torch.cuda.stream(self._aside):
+                for handle, message in due:
+                    self._wait(handle, message.channel.source, message.tag)
+                bank.to_host(value, owner)
 
     def _wait(self, handle: Handle, source: int, tag: str) -> None:
         if self.tracer is None:
@@ -319,6 +344,7 @@ def describe(instruction: Instruction) -> str:
                     stop=instruction.stop,
                     first=instruction.first,
                     last=instruction.last,
+                    owner=instruction.owner,
                 )
             )
         case WaitRecv(tag=tag):

@@ -1,4 +1,4 @@
-"""Frozen work: run some layers of a frozen component on some samples of the local batch.
+"""Frozen work: run some layers of a frozen component on some samples of a local batch.
 
 Frozen weights do not change, so the work may run a step ahead, cut by layer and by sample.
 Encoders run under `no_grad`, not inference mode: their output takes part in training.
@@ -33,22 +33,26 @@ class FrozenRunner:
         layers = self._layers[work.component][work.start : work.stop]
         kept = self._kept_of(work)
         rows = work.last - work.first
-        total = bank.sizes[bank.position]
+        home = bank.position if work.owner is None else work.owner
+        total = bank.sizes[home] if work.rows is None else work.rows
         env: dict[int, torch.Tensor] = {}
         with torch.no_grad():
             for layer in layers:
                 inputs = [
-                    env[v] if v in env else bank.own(v, work.first, work.last) for v in layer.reads
+                    env[v] if v in env else bank.read(v, home, work.first, work.last)
+                    for v in layer.reads
                 ]
                 outputs = layer.fn(*inputs)
                 outputs = outputs if isinstance(outputs, tuple) else (outputs,)
                 for position, value in layer.writes:
-                    env[value] = outputs[position]
+                    # Between two fills a value lies in rows, contiguous. Kernels give other last
+                    # bits for other strides: with one layout, cutting a chain changes no bit.
+                    env[value] = outputs[position].contiguous()
                     if value in kept:
-                        bank.write(value, work.first, work.last, outputs[position])
+                        bank.write(value, home, work.first, work.last, env[value])
                 for value in layer.reads:
                     if value not in self._lasting:
-                        bank.consume(value, rows, total * self._readers[value])
+                        bank.consume(value, home, rows, total * self._readers[value])
 
     def _kept_of(self, work: Encode) -> frozenset[int]:
         """Values written by these layers that something outside them reads."""

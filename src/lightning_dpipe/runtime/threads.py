@@ -20,15 +20,19 @@ from torch import Tensor
 
 from lightning_dpipe.core.errors import RankError, TransportError
 from lightning_dpipe.core.program import Channel, Message
-from lightning_dpipe.runtime.transport import Handle, check_end, check_fits, describe
+from lightning_dpipe.runtime.transport import check_end, check_fits, describe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delay:
-    """An emulated link. Messages of a channel follow each other on the wire."""
+    """An emulated link. Messages of a channel follow each other on the wire.
+
+    `bytes_of` says what a message weighs, if that is not the size of its tensor.
+    """
 
     latency_s: float
     bytes_per_s: float
+    bytes_of: Callable[[Message], int] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -172,23 +176,27 @@ class ThreadTransport:
     def close(self) -> None:
         """Nothing to release: the hub lives as long as its last rank."""
 
-    def post(self, message: Message, buffer: Tensor) -> Handle:
+    def post(self, message: Message, buffer: Tensor) -> "ThreadHandle":
         """Start receiving `message` into `buffer`."""
         return self._start(message, buffer, receiving=True)
 
-    def send(self, message: Message, tensor: Tensor) -> Handle:
+    def send(self, message: Message, tensor: Tensor) -> "ThreadHandle":
         """Start sending `tensor`."""
         return self._start(message, tensor, receiving=False)
 
-    def _start(self, message: Message, tensor: Tensor, *, receiving: bool) -> "_ThreadHandle":
+    def now_s(self) -> float:
+        """When a transfer begins that is started now; an emulated device has a clock of its own."""
+        return self.hub.clock()
+
+    def _start(self, message: Message, tensor: Tensor, *, receiving: bool) -> "ThreadHandle":
         hub = self.hub
         hub.check()
         check_end(message, self.rank, receiving=receiving)
         check_fits(message, tensor)
         wire = hub.wire(message.channel)
         event = _record(tensor)
-        end = _End(message=message, tensor=tensor.detach(), at_s=hub.clock(), event=event)
-        handle = _ThreadHandle(hub, wire, end, receiving)
+        end = _End(message=message, tensor=tensor.detach(), at_s=self.now_s(), event=event)
+        handle = ThreadHandle(hub, wire, end, receiving)
         with wire.condition:
             mine, theirs = (wire.posted, wire.sent) if receiving else (wire.sent, wire.posted)
             if theirs:
@@ -204,7 +212,7 @@ class ThreadTransport:
         return handle
 
 
-class _ThreadHandle:
+class ThreadHandle:
     """Waits for the other end, then for the emulated wire."""
 
     __slots__ = ("_end", "_hub", "_receiving", "_wire")
@@ -214,6 +222,11 @@ class _ThreadHandle:
         self._wire = wire
         self._end = end
         self._receiving = receiving
+
+    @property
+    def arrived_s(self) -> float:
+        """When the emulated link delivered it, by the hub's clock; known after the wait."""
+        return self._end.ready_s
 
     def wait(self) -> None:
         """See `transport.Handle`."""
@@ -256,6 +269,8 @@ def _deliver(wire: _Wire, send: _End, receive: _End, rendezvous: bool) -> None:
         if wire.delay is not None:
             start_s = max(send.at_s, wire.free_s, receive.at_s if rendezvous else send.at_s)
             num_bytes = send.tensor.numel() * send.tensor.element_size()
+            if wire.delay.bytes_of is not None:
+                num_bytes = wire.delay.bytes_of(send.message)
             wire.free_s = start_s + num_bytes / wire.delay.bytes_per_s
             send.ready_s = wire.free_s
             receive.ready_s = wire.free_s + wire.delay.latency_s

@@ -1,11 +1,12 @@
 """Peak memory of each device under a plan, from the profile's bytes.
 
 Counted: weights of the device's stages, their gradients and AdamW moments, all frozen components
-(each rank encodes its own samples), and the activations in flight along the schedule. Not counted:
+(every rank encodes), and the activations in flight along the schedule. Not counted:
 message buffers, encodings and the allocator's slack; leave a margin for them.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 from lightning_dpipe.core.crossings import stage_reads
 from lightning_dpipe.core.op import Op, OpKind
@@ -17,8 +18,37 @@ MOMENTS_PER_WEIGHT = 2
 """AdamW keeps two tensors a weight, of the weight's dtype (8 bytes a weight in fp32)."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """What one device holds at its peak, in bytes.
+
+    `weights_bytes` and what follows are of its stages; `frozen_bytes` is all frozen components.
+    """
+
+    weights_bytes: int
+    frozen_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return sum(getattr(self, f.name) for f in fields(self))
+
+
 def peak_bytes(plan: Plan, schedule: Schedule, profile: Profile) -> tuple[int, ...]:
     """Largest number of bytes each device of a pipeline group holds during one step.
+
+    Raises:
+        ProfileError: The profile lacks a component of the plan.
+        SpecError: The profile's graph lacks one.
+    """
+    return tuple(memory.total_bytes for memory in peak_memory(plan, schedule, profile))
+
+
+def peak_memory(plan: Plan, schedule: Schedule, profile: Profile) -> tuple[DeviceMemory, ...]:
+    """The same, by what it holds.
 
     Raises:
         ProfileError: The profile lacks a component of the plan.
@@ -30,20 +60,24 @@ def peak_bytes(plan: Plan, schedule: Schedule, profile: Profile) -> tuple[int, .
         for layer in profile.component(component.name).layers
     )
     sizes = split_sizes(plan.batch_size * plan.num_devices, plan.num_microbatches)
-    return tuple(
-        frozen
-        + sum(_resident_bytes(plan, profile, stage) for stage in plan.stages_on(device))
-        + _peak_in_flight(plan, profile, device, order, sizes)
-        for device, order in enumerate(schedule.orders)
-    )
-
-
-def _resident_bytes(plan: Plan, profile: Profile, index: int) -> int:
-    """Weights, gradients and optimizer state of one stage."""
-    stage = plan.stages[index]
-    layers = profile.component(stage.backbone).layers[stage.start : stage.stop]
-    trained = profile.trained_bytes(stage.backbone, stage.start, stage.stop)
-    return sum(layer.param_bytes for layer in layers) + (1 + MOMENTS_PER_WEIGHT) * trained
+    found = []
+    for device, order in enumerate(schedule.orders):
+        stages = [plan.stages[index] for index in plan.stages_on(device)]
+        trained = sum(profile.trained_bytes(s.backbone, s.start, s.stop) for s in stages)
+        found.append(
+            DeviceMemory(
+                weights_bytes=sum(
+                    layer.param_bytes
+                    for s in stages
+                    for layer in profile.component(s.backbone).layers[s.start : s.stop]
+                ),
+                frozen_bytes=frozen,
+                gradient_bytes=trained,
+                optimizer_bytes=MOMENTS_PER_WEIGHT * trained,
+                activation_bytes=_peak_in_flight(plan, profile, device, order, sizes),
+            )
+        )
+    return tuple(found)
 
 
 def _peak_in_flight(

@@ -2,7 +2,8 @@
 
 A transfer completes only when its send has been issued, its receive has been posted and the
 message before it on the same channel is complete. Sends never block the sender inside the step;
-a WaitRecv and a Gather block until what they need is complete. If all ranks reach their end under
+a WaitRecv, a Gather and the Encode of another device's samples block until what they need is
+complete. If all ranks reach their end under
 these rules, they do under any transport that is kinder (buffered sends).
 """
 
@@ -12,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from lightning_dpipe.core.errors import ScheduleError
 from lightning_dpipe.core.program import (
     Channel,
+    Encode,
     Gather,
     Instruction,
     Message,
-    Part,
     PostRecv,
     PostRows,
     Program,
@@ -76,7 +77,7 @@ class _Walker:
         self.net = net
         self.index = 0
         self.receives: dict[tuple[int, str], Ticket] = {}
-        self.rows: defaultdict[int, list[tuple[PostRows, Ticket]]] = defaultdict(list)
+        self.rows: defaultdict[tuple[int, When], list[tuple[PostRows, Ticket]]] = defaultdict(list)
 
     def advance(self) -> bool:
         """Run until blocked or done; True if at least one instruction ran."""
@@ -95,10 +96,8 @@ class _Walker:
                 self.net.sent[message.channel] += 1
             case PostRecv(message=message, slot=slot):
                 self.receives[slot, message.tag] = self.post(message)
-            case PostRows(message=message, value=value, when=When.THIS):
-                self.rows[value].append((instruction, self.post(message)))
-            case PostRows(message=message):
-                self.post(message)
+            case PostRows(message=message, value=value, when=when):
+                self.rows[value, when].append((instruction, self.post(message)))
             case _:
                 pass  # the others neither wait nor talk
 
@@ -113,25 +112,32 @@ class _Walker:
             case WaitRecv(slot=slot, tag=tag):
                 yield self.receives[slot, tag]
             case Gather(value=value, parts=parts):
-                for part in parts:
-                    yield from self.delivered(value, part)
+                for part in parts:  # rows of the step before are there already
+                    if part.device != self.program.device and not self.program.shape.encoded:
+                        span = (part.first, part.last)
+                        yield from self.delivered(value, part.device, span, When.THIS)
+            case Encode(owner=int(owner), fields=fields, when=when):
+                for value in fields:
+                    span = (instruction.first, instruction.last)
+                    yield from self.delivered(value, owner, span, when)
             case _:
                 return
 
-    def delivered(self, value: int, part: Part) -> Iterator[Ticket]:
-        """The row messages that bring `part`; rows of the step before are there already."""
-        if part.device == self.program.device:
-            return
-        need = part.first
-        for post, ticket in sorted(self.rows[value], key=lambda entry: entry[0].first):
-            if post.device == part.device and post.first < part.last and part.first < post.last:
+    def delivered(
+        self, value: int, device: int, span: tuple[int, int], when: When
+    ) -> Iterator[Ticket]:
+        """The row messages that bring samples `span` of a device's local batch."""
+        need, last = span
+        for post, ticket in sorted(self.rows[value, when], key=lambda entry: entry[0].first):
+            if post.device == device and post.first < last and span[0] < post.last:
                 yield ticket
                 if post.first <= need:
                     need = max(need, post.last)
-        if need < part.last and not self.program.shape.encoded:
+        if need < last:
+            verb = "gathers" if when is When.THIS else "encodes"
             raise ScheduleError(
-                f"rank {self.program.rank}, instruction {self.index}: gathers samples "
-                f"[{part.first}, {part.last}) of value {value} from device {part.device}, but no "
+                f"rank {self.program.rank}, instruction {self.index}: {verb} samples "
+                f"[{span[0]}, {last}) of value {value} from device {device}, but no "
                 f"receive is posted for sample {need}; post its rows first"
             )
 

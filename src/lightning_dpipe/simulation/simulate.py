@@ -7,7 +7,9 @@ What is modelled, beside the ops and messages of `tasks`:
 * A batch that was not encoded ahead: every device encodes its whole local batch first, then a
   device's first op waits for the rows that the other devices encoded for it.
 * The next batch's fills run where the plan puts them and cost the profile's forward time at their
-  sample count. Their delivery to the readers is under cover of compute and taken as free.
+  sample count, and what starting a fill costs. Another device's samples wait for their fields.
+* Encoded rows travel under cover of compute (`deliveries`): the iteration is longer only if they
+  come too late for the next one. What sending costs the host is charged after the last op.
 * After its last op and leftover fills a device waits for the reduction of its gradients (it starts
   with each stage's last backward, as a ring: 2(n-1)/n of the bytes), then steps its optimizer.
 * All devices end together; the profile's overhead is a HOST span at the end of each.
@@ -15,8 +17,9 @@ The loss is free, and all pipeline groups are taken to be alike.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
-from lightning_dpipe.core.fills import fill_slots
+from lightning_dpipe.core.fills import encoders, fill_slots
 from lightning_dpipe.core.op import OpKind
 from lightning_dpipe.core.plan import Fill, Plan
 from lightning_dpipe.core.profile import Profile
@@ -24,6 +27,7 @@ from lightning_dpipe.core.program import StepShape
 from lightning_dpipe.core.schedule import Schedule
 from lightning_dpipe.core.timeline import Activity, FrozenWork, Span, Timeline
 from lightning_dpipe.simulation.clock import Clock, Task, TaskGraph
+from lightning_dpipe.simulation.deliveries import Arrivals, Deliveries
 from lightning_dpipe.simulation.tasks import step_orders, task_graph
 
 
@@ -45,7 +49,10 @@ def simulate(
     chosen = steady_shape(plan, schedule) if shape is None else shape
     graph = task_graph(plan, schedule, profile, chosen)
     slots = fill_slots(plan, profile.graph, step_orders(schedule, chosen), chosen)
-    walk = _Walk(graph, profile, slots)
+    sizes = chosen.next_sizes or (0,) * plan.num_devices
+    deliveries = Deliveries(plan=plan, profile=profile, sizes=sizes)
+    arrivals = Arrivals(deliveries, encoders(chain.from_iterable(slots.values()), sizes))
+    walk = _Walk(graph, profile, slots, arrivals)
     for task in graph.tasks:
         walk.run(task)
     return walk.finish()
@@ -70,8 +77,9 @@ class _Walk:
         graph: TaskGraph,
         profile: Profile,
         slots: Mapping[tuple[int, int], Sequence[Fill]],
+        arrivals: Arrivals,
     ) -> None:
-        self.graph, self.profile, self.slots = graph, profile, slots
+        self.graph, self.profile, self.slots, self.arrivals = graph, profile, slots, arrivals
         self.clock = Clock(graph)
         self.num_done = [0] * graph.num_devices
         self.spans: list[Span] = []
@@ -82,6 +90,7 @@ class _Walk:
             self._fills(d)
         free_us, on_way_us = clock.free_us[d], clock.on_way_us(task)
         start = clock.run(task)
+        self.arrivals.started(task, start)
         self._add(d, max(free_us, on_way_us), start, Activity.TRANSFER, f"wait {task.label}")
         end = start + task.length_us
         if task.op is None:
@@ -106,7 +115,9 @@ class _Walk:
         for d in range(graph.num_devices):
             if self.num_done[d] == 0:  # a device without ops still encodes its share
                 self._fills(d)
-        end = clock.end_us() - graph.overhead_us
+            start = self.arrivals.hand_over(clock, d)
+            self._add(d, start, clock.free_us[d], Activity.HOST, "send rows")
+        end = max(clock.end_us() - graph.overhead_us, self.arrivals.end_us())
         for d, synced_us in enumerate(clock.synced_us()):
             free = clock.free_us[d]
             self._add(d, free, synced_us, Activity.SYNC, "gradients")
@@ -122,18 +133,24 @@ class _Walk:
 
     def _fills(self, device: int) -> None:
         for fill in self.slots.get((device, self.num_done[device]), ()):
-            start = self.clock.free_us[device]
-            end = start + self.profile.forward_us(
-                fill.component, fill.start, fill.stop, fill.last - fill.first
-            )
-            self.clock.free_us[device] = end
             work = FrozenWork(
                 component=fill.component,
                 start=fill.start,
                 stop=fill.stop,
                 first=fill.first,
                 last=fill.last,
+                owner=None if fill.home == device else fill.home,
             )
+            free = self.clock.free_us[device]
+            start = max(free, self.arrivals.fields_us(device, fill.home))
+            self._add(device, free, start, Activity.TRANSFER, f"wait {work}")
+            rows = fill.last - fill.first
+            spent = self.profile.forward_us(fill.component, fill.start, fill.stop, rows)
+            end = start + self.profile.fill_us + spent
+            written = self.arrivals.of.written[fill.component][fill.start : fill.stop]
+            values = chain.from_iterable(written)
+            self.arrivals.encoded(device, fill.home, values, (fill.first, fill.last), end)
+            self.clock.free_us[device] = end
             self._add(device, start, end, Activity.FROZEN, str(work))
 
     def _add(self, device: int, start: int, end: int, activity: Activity, label: str) -> None:

@@ -20,6 +20,7 @@ from lightning_dpipe.core.program import StepShape
 from lightning_dpipe.core.schedule import Schedule
 from lightning_dpipe.core.timeline import Activity, FrozenWork
 from lightning_dpipe.simulation.clock import Task, TaskGraph, Transfer
+from lightning_dpipe.simulation.deliveries import num_messages
 
 ACTIVITIES = {
     OpKind.F: Activity.FORWARD,
@@ -76,7 +77,6 @@ class _Builder:
         for d, queue in enumerate(queues):
             ops = zip(self.orders[d], sends[d], strict=True)
             queue += [self._task(op, d, sent) for op, sent in ops]
-            queue += self._upcoming(d)
         updates = self.shape.training and self.shape.reduce
         return TaskGraph(
             num_devices=plan.num_devices,
@@ -254,7 +254,8 @@ class _Builder:
                 label=str(
                     FrozenWork(component=c.name, start=0, stop=len(c.layers), first=0, last=rows)
                 ),
-                length_us=self.profile.forward_us(c.name, 0, len(c.layers), rows),
+                length_us=self.profile.fill_us
+                + self.profile.forward_us(c.name, 0, len(c.layers), rows),
             )
             for c in self.graph.frozen
         ]
@@ -277,6 +278,9 @@ class _Builder:
             for value, n in rows.items():
                 num_bytes = n * self.graph.values[value].bytes_per_sample
                 sent.append(self._transfer(device, target, "rows", num_bytes, f"device {device}"))
+                size = self.graph.values[value].bytes_per_sample
+                more = num_messages(n, size, self.plan.num_microbatches) - 1
+                self.host_us[sent[-1]] += more * self.profile.p2p.host_us
                 self.waits.setdefault((op, target), []).append(sent[-1])
         if not sent:
             return []
@@ -290,32 +294,6 @@ class _Builder:
             sends=tuple(zip(sent, sent_us, strict=True)),
         )
         return [task]
-
-    def _upcoming(self, device: int) -> list[Task]:
-        """What handing over the next batch's rows costs the host; their wires are idle enough.
-
-        It is charged once, after the last op, though the messages go out as their fills end.
-        """
-        if self.shape.next_sizes is None:
-            return []
-        rows, link = self.shape.next_sizes[device], self.profile.p2p
-        spent_us = 0
-        for target in range(self.plan.num_devices):
-            stages = self.plan.stages_on(target)
-            reads = {v for s in stages for v in stage_reads(self.graph, self.plan.stages, s)}
-            for value in reads.intersection(self.graph.side_inputs) if target != device else ():
-                spent_us += link.send_us(rows * self.graph.values[value].bytes_per_sample)
-        if not spent_us:
-            return []
-        return [
-            Task(
-                device=device,
-                op=None,
-                activity=Activity.HOST,
-                label="send rows",
-                length_us=spent_us,
-            )
-        ]
 
     # ---- order
 

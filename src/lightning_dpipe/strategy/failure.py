@@ -30,14 +30,28 @@ _LOST = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Why a job ends. `text` is the failed rank's own traceback; empty when it was killed."""
+    """Why a job ends. `text` is the failed rank's own traceback; empty when it was killed.
+
+    `node` is the machine of that rank, as its launcher counts them.
+    """
 
     rank: int
     summary: str
     text: str
+    node: str = "0"
 
     def __str__(self) -> str:
         return f"{self.summary}\n{self.text}" if self.text else self.summary
+
+    def as_seen_from(self, node: str) -> str:
+        """The traceback only where the failed rank's own console is not at hand."""
+        return self.summary if node == self.node else str(self)
+
+
+def this_node() -> str:
+    """Number of this machine: Lightning's and our launcher's, torchrun's, or SLURM's."""
+    names = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
+    return next((os.environ[name] for name in names if name in os.environ), "0")
 
 
 def report_of(error: BaseException, rank: int, name: str, where: str) -> Report:
@@ -45,7 +59,10 @@ def report_of(error: BaseException, rank: int, name: str, where: str) -> Report:
     at = f" in {where}" if where else ""
     text = "".join(traceback.format_exception(error))
     return Report(
-        rank=rank, summary=f"{name} failed{at}: {type(error).__name__}: {error}", text=text
+        rank=rank,
+        summary=f"{name} failed{at}: {type(error).__name__}: {error}",
+        text=text,
+        node=this_node(),
     )
 
 

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from lightning_dpipe.core.errors import UnsupportedError
 from lightning_dpipe.core.jsonio import digest
-from lightning_dpipe.planning.search import explain
+from lightning_dpipe.planning.explain import explain
+from lightning_dpipe.planning.matching import check_batch_of
 from lightning_dpipe.runtime.distributed import DistTransport
 from lightning_dpipe.runtime.reduce import Reducer
 from lightning_dpipe.strategy.assemble import PipelineSession, cut
@@ -127,11 +128,14 @@ def _session(
 
 
 def _checked(built: Built, options: PlanOptions, setting: Setting) -> Built:
-    """Refuse options that ask for another cut than the one the module has.
+    """Refuse options that ask for another cut than the one the module has, or another batch.
 
     Raises:
         UnsupportedError: Both numbers of stages are named.
+        PlanError: The user's plan is for another batch.
     """
+    if options.plan is not None and setting.training:
+        check_batch_of(options.read_plan(), setting.batch_size)
     stages = options.stages(setting.world_size) if options.plan is None else None
     if stages is not None and stages != built.plan.num_devices:
         raise UnsupportedError(

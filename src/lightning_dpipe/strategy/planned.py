@@ -22,24 +22,45 @@ from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.models.binding import bind
 from lightning_dpipe.models.liveness import trace
 from lightning_dpipe.models.spec import PipelineSpec
+from lightning_dpipe.planning.auto import Space
+from lightning_dpipe.planning.matching import (
+    check_model,
+    check_profile,
+    check_profile_of,
+    check_run,
+)
 from lightning_dpipe.planning.opposite import Cuts, num_stages_of
+from lightning_dpipe.planning.rows import row_range
 from lightning_dpipe.planning.schedules import build_schedule
-from lightning_dpipe.planning.search import MICROBATCHES_PER_STAGE, make_plan, with_fills
+from lightning_dpipe.planning.search import (
+    MICROBATCHES_PER_STAGE,
+    Auto,
+    make_plan,
+    space_of,
+    with_fills,
+)
 from lightning_dpipe.profiling.links import measure_links
-from lightning_dpipe.profiling.store import default_samples, profile_model
+from lightning_dpipe.profiling.store import (
+    covering_samples,
+    default_samples,
+    device_name,
+    profile_model,
+    tool_versions,
+)
 from lightning_dpipe.runtime.bound import Binding
 from lightning_dpipe.runtime.distributed import DistTransport
 from lightning_dpipe.strategy.collectives import HostLink
+from lightning_dpipe.strategy.patience import patient
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """What the user fixed; None leaves it to the planner."""
+    """What the user fixed; None leaves it to a rule, "auto" to the search. A plan decides all."""
 
-    num_stages: int | None = None
-    num_microbatches: int | None = None
+    num_stages: int | Auto | None = None
+    num_microbatches: int | Auto | None = None
     schedule: str = "1f1b"
     plan: Plan | Path | None = None
     profile: Profile | Path | None = None
@@ -50,24 +71,43 @@ class PlanOptions:
         """Refuse what no model could make right; needs neither model nor messages.
 
         Raises:
-            PlanError: Stages and world, or plan and world, do not fit.
+            PlanError: Stages and world, or plan and world, do not fit, or numbers are none.
             ScheduleError: The schedule is unknown.
         """
-        if self.plan is None:
-            stages = self.stages(world_size)
-            default_groups(world_size, stages)
-            microbatches = self.num_microbatches or MICROBATCHES_PER_STAGE * stages
-            build_schedule(self.schedule, num_stages=stages, num_microbatches=microbatches)
+        if self.plan is not None:
+            plan = self.read_plan()
+            if plan.world_size != world_size:
+                raise PlanError(
+                    f"the plan is for {plan.world_size} ranks, this run has {world_size}; plan "
+                    f"again, or run on {plan.world_size}"
+                )
             return
-        plan = self.read_plan()
-        if plan.world_size != world_size:
-            raise PlanError(
-                f"the plan is for {plan.world_size} ranks, this run has {world_size}; plan again, "
-                f"or run on {plan.world_size}"
-            )
+        for name in ("num_stages", "num_microbatches"):
+            value = getattr(self, name)
+            if isinstance(value, str) and value != "auto":
+                raise PlanError(f'{name}={value!r}; give a number, "auto", or leave it out')
+        if self.searches:
+            self.space(world_size)
+        stages = self.stages(world_size)
+        default_groups(world_size, 1 if stages is None else stages)
+        microbatches = self.num_microbatches
+        if not isinstance(microbatches, int):
+            microbatches = MICROBATCHES_PER_STAGE * (stages or 1)
+        build_schedule(self.schedule, num_stages=stages or 1, num_microbatches=microbatches or 1)
 
-    def stages(self, world_size: int) -> int:
-        """Devices of one pipeline."""
+    @property
+    def searches(self) -> bool:
+        """Whether anything is left to the search."""
+        return "auto" in (self.num_stages, self.num_microbatches)
+
+    def space(self, world_size: int) -> Space:
+        """What the search may choose from."""
+        return space_of(self.num_stages, self.num_microbatches, world_size, self.cuts)
+
+    def stages(self, world_size: int) -> int | None:
+        """Devices of one pipeline; None if they are searched for."""
+        if self.num_stages == "auto":
+            return None
         if self.num_stages is not None:
             return self.num_stages
         return world_size if self.cuts is None else num_stages_of(self.cuts)
@@ -84,7 +124,7 @@ class PlanOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Where the model will train."""
+    """Where the model will run; `training` says whether the batch is the one to train with."""
 
     world_size: int
     batch_size: int
@@ -92,6 +132,7 @@ class Setting:
     precision: str
     autocast: torch.dtype | None
     fill: bool
+    training: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +167,7 @@ def build(spec: PipelineSpec, options: PlanOptions, setting: Setting, link: Host
     box: tuple[object, object] | None = None
     try:
         if link.rank == 0:
-            plan = _plan(graph, profile, options, setting)
+            plan = _plan(spec, graph, profile, options, setting)
             box = (to_data(plan), None if profile is None else to_data(profile))
     except DPipeError as caught:
         error = caught
@@ -156,14 +197,13 @@ def check_batch(options: PlanOptions, setting: Setting) -> None:
         PlanError: Both numbers are named.
     """
     if options.plan is not None:
-        microbatches, devices = (
-            options.read_plan().num_microbatches,
-            options.read_plan().num_devices,
-        )
-    elif options.num_microbatches is None:
-        return
+        plan = options.read_plan()
+        microbatches, devices = plan.num_microbatches, plan.num_devices
+    elif isinstance(options.num_microbatches, int):
+        microbatches = options.num_microbatches
+        devices = options.stages(setting.world_size) or setting.world_size
     else:
-        microbatches, devices = options.num_microbatches, options.stages(setting.world_size)
+        return
     if microbatches < 1:
         raise PlanError(f"num_microbatches={microbatches}; give at least 1, or leave it out")
     if microbatches > setting.batch_size * devices:
@@ -172,6 +212,35 @@ def check_batch(options: PlanOptions, setting: Setting) -> None:
             f"{setting.batch_size * devices} samples ({setting.batch_size} per device x {devices} "
             "devices); use fewer micro-batches or a larger batch"
         )
+
+
+def sizes_to_measure(
+    graph: ModelGraph, options: PlanOptions, setting: Setting
+) -> dict[str, tuple[int, ...]]:
+    """Local batch sizes by component that every plan the options allow is made of."""
+    if options.plan is None and options.searches:
+        fewest, most = row_range(
+            options.space(setting.world_size),
+            world_size=setting.world_size,
+            batch_size=setting.batch_size,
+        )
+        return covering_samples(
+            graph, batch_size=setting.batch_size, fewest_rows=fewest, most_rows=most
+        )
+    if options.plan is not None:
+        known = options.read_plan()
+        devices, microbatches = known.num_devices, known.num_microbatches
+    else:
+        devices = options.stages(setting.world_size) or 1
+        microbatches = MICROBATCHES_PER_STAGE * devices
+        if isinstance(options.num_microbatches, int):
+            microbatches = options.num_microbatches
+    return default_samples(
+        graph,
+        batch_size=setting.batch_size,
+        num_devices=devices,
+        num_microbatches=microbatches,
+    )
 
 
 def _profile(
@@ -184,25 +253,8 @@ def _profile(
 ) -> Profile:
     given = options.read_profile()
     if given is not None:
-        if digest(given.graph) != digest(graph):
-            raise PlanError(
-                f"the profile is of model {digest(given.graph)}, this one is {digest(graph)}; "
-                "measure again"
-            )
+        check_profile_of(given, graph)
         return given
-    if options.plan is not None:
-        known = options.read_plan()
-        devices, microbatches = known.num_devices, known.num_microbatches
-    else:
-        devices = options.stages(setting.world_size)
-        total = setting.batch_size * devices
-        microbatches = options.num_microbatches or min(MICROBATCHES_PER_STAGE * devices, total)
-    samples = default_samples(
-        graph,
-        batch_size=setting.batch_size,
-        num_devices=devices,
-        num_microbatches=microbatches,
-    )
     links = None
     if link.world_size > 1:
         transport = DistTransport(setting.device)
@@ -212,7 +264,7 @@ def _profile(
         spec,
         graph,
         binding,
-        samples=samples,
+        samples=sizes_to_measure(graph, options, setting),
         device=setting.device,
         dtype=setting.precision,
         autocast=setting.autocast,
@@ -236,11 +288,16 @@ def _announce() -> Callable[[str], None]:
 
 
 def _plan(
-    graph: ModelGraph, profile: Profile | None, options: PlanOptions, setting: Setting
+    spec: PipelineSpec,
+    graph: ModelGraph,
+    profile: Profile | None,
+    options: PlanOptions,
+    setting: Setting,
 ) -> Plan:
     """Rank 0's plan."""
     if options.plan is None:
         assert profile is not None
+        conditioning = spec.self_conditioning
         return make_plan(
             profile,
             world_size=setting.world_size,
@@ -250,16 +307,20 @@ def _plan(
             schedule=options.schedule,
             fill=setting.fill,
             cuts=options.cuts,
+            probability=0.0 if conditioning is None else conditioning.probability,
+            progress=patient(log.info),
         )
     plan = options.read_plan()
-    if plan.graph_digest != digest(graph):
-        raise PlanError(
-            f"the plan was made for model {plan.graph_digest}, this one is {digest(graph)}; "
-            "plan again"
-        )
+    check_model(plan, graph)
+    if options.profile is not None and profile is not None:
+        check_profile(plan, profile)
+    check_run(
+        plan,
+        device=device_name(setting.device),
+        dtype=setting.precision,
+        versions=tool_versions(),
+        batch_size=setting.batch_size if setting.training else None,
+    )
     if not setting.fill:
         return replace(plan, fills=(), batch_size=setting.batch_size)
-    if plan.fills and plan.batch_size == setting.batch_size:
-        return plan
-    plan = replace(plan, fills=(), batch_size=setting.batch_size)
-    return plan if profile is None else with_fills(plan, profile)
+    return plan if plan.fills or profile is None else with_fills(plan, profile)

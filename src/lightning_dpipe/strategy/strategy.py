@@ -29,6 +29,7 @@ from lightning_dpipe.core.plan import Plan
 from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.core.timeline import Activity
 from lightning_dpipe.planning.opposite import Cuts
+from lightning_dpipe.planning.search import Auto
 from lightning_dpipe.runtime.reduce import open_reducer
 from lightning_dpipe.strategy import checkpoint as files
 from lightning_dpipe.strategy.clipping import clip_by_norm, total_norm
@@ -57,10 +58,11 @@ class DiffusionPipeStrategy(RankedStrategy):
 
     Args:
         num_stages: Devices of one pipeline; by default all ranks. World size must be a multiple.
-        num_microbatches: Parts of a pipeline's joint batch; by default 4 x stages, at most its
-            samples. (`accumulate_grad_batches` counts whole global batches on top of that.)
+            "auto" searches for the fastest plan: stages, replicas and micro-batches.
+        num_microbatches: Parts of a pipeline's joint batch, or "auto"; by default 4 x stages, at
+            most its samples. (`accumulate_grad_batches` counts whole global batches.)
         schedule: Name of the order of forward and backward work.
-        plan: A plan, or the file of one (`dpipe plan`), instead of making one.
+        plan: A plan, or the file of one (`dpipe plan`): decides all of the above.
         profile: A profile, or the file of one, instead of measuring the model.
         cuts: First layer of every stage but the first, instead of balanced stages; by backbone if
             there are several.
@@ -74,8 +76,8 @@ class DiffusionPipeStrategy(RankedStrategy):
     def __init__(
         self,
         *,
-        num_stages: int | None = None,
-        num_microbatches: int | None = None,
+        num_stages: int | Auto | None = None,
+        num_microbatches: int | Auto | None = None,
         schedule: str = "1f1b",
         plan: Plan | Path | str | None = None,
         profile: Profile | Path | str | None = None,
@@ -188,6 +190,7 @@ class DiffusionPipeStrategy(RankedStrategy):
             precision=precision,
             autocast=torch.bfloat16 if precision == "bf16-mixed" else None,
             fill=fill,
+            training=trainer.state.fn == TrainerFn.FITTING,
         )
 
     def _find_batch_size(self, trainer: Any) -> int:

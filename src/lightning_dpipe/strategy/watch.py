@@ -25,6 +25,7 @@ from lightning_dpipe.strategy.failure import (
     is_consequence,
     report_of,
     report_of_exit,
+    this_node,
 )
 from lightning_dpipe.strategy.launcher import PARENT
 
@@ -115,7 +116,8 @@ class Watch:
 
     def _print(self, report: Report) -> None:
         if self._printed.acquire(blocking=False):
-            print(f"[rank {self.rank}] {report}", file=sys.stderr, flush=True)
+            text = report.as_seen_from(this_node())
+            print(f"[rank {self.rank}] {text}", file=sys.stderr, flush=True)
 
     def _run(self) -> None:
         board, count = Board(), 0

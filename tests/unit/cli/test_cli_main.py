@@ -33,7 +33,8 @@ def test_help_lists_exactly_the_commands_that_can_run(capsys: pytest.CaptureFixt
     assert [line.split()[0] for line in listed] == list(COMMANDS)
     for command in COMMANDS.values():
         run = importlib.import_module(command.module).run
-        assert list(inspect.signature(run).parameters) == ["config", "flags"]
+        expected = ["arguments"] if command.plain else ["config", "flags"]
+        assert list(inspect.signature(run).parameters) == expected
     assert all(recipe in text for recipe in RECIPES)
 
 
@@ -41,7 +42,10 @@ def test_an_unknown_command_is_named_with_the_known_ones(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["trian"]) == 2
-    assert "'trian' is not a command; choose one of train, plan, verify" in capsys.readouterr().err
+    assert (
+        "'trian' is not a command; choose one of train, plan, profile, simulate, verify"
+        in capsys.readouterr().err
+    )
     assert main([]) == 2
 
 
@@ -102,6 +106,12 @@ def test_bad_input_is_a_message_and_a_fault_is_a_traceback(
     printed = capsys.readouterr().err
     assert shown in printed
     assert ("Traceback" in printed) is traceback
+
+
+def test_bad_input_is_one_line_and_nothing_of_hydras(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["seed=5"]
+    assert run_app(raising(PlanError("no")), prefix=("train",), arguments=arguments) == 2
+    assert capsys.readouterr().err == "dpipe: no\n"
 
 
 def test_a_sweep_reports_each_failure_when_it_happens(capsys: pytest.CaptureFixture[str]) -> None:

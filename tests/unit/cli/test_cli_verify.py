@@ -146,6 +146,16 @@ def test_a_difference_is_never_hidden(
     assert found.identical is identical
 
 
+def test_two_backbones_in_opposite_directions_are_bit_identical(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Their losses have sums of their own, which are added last."""
+    command = ["model._target_=cascade.Cascade", "data._target_=cascade.CascadeData"]
+    assert main(["verify", "--json", *command, "trainer.devices=2"]) == 0
+    (plain,) = last_line(capsys)["variants"]
+    assert (plain["num_differing"], plain["loss"]["relative"]) == (0, 0.0)
+
+
 def test_slot_order_interleaves_ranks_and_copes_with_unequal_batches() -> None:
     values = {1: {0: torch.tensor([10, 11])}, 0: {0: torch.tensor([0, 1, 2])}}
     assert joint(values)[0].tolist() == [0, 10, 1, 11, 2]

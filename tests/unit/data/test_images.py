@@ -1,6 +1,5 @@
-"""Captioned folders and decoding: what is read is what a person sees, or a named error."""
+"""Decoding: what is read is what a person sees, or a named error."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -9,50 +8,13 @@ import torch
 from PIL import Image
 
 from lightning_dpipe.core.errors import DataError
-from lightning_dpipe.data.images import decode_image, read_image_folder
-
-
-def write_index(folder: Path, *lines: object) -> Path:
-    text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
-    (folder / "metadata.jsonl").write_text(text + "\n", encoding="utf-8")
-    return folder
+from lightning_dpipe.data.images import decode_image
 
 
 def save(folder: Path, name: str, picture: Image.Image, **options: object) -> Path:
     path = folder / name
     picture.save(path, **options)
     return path
-
-
-def test_lines_are_read_in_file_order_with_the_named_columns(tmp_path: Path) -> None:
-    for name in ("b.png", "a.png"):
-        save(tmp_path, name, Image.new("RGB", (2, 2)))
-    write_index(
-        tmp_path, {"file": "b.png", "caption": "zwei"}, "", {"file": "a.png", "caption": "één"}
-    )
-    images = read_image_folder(tmp_path, caption_column="caption", file_column="file")
-    assert [(i.path.name, i.caption) for i in images] == [("b.png", "zwei"), ("a.png", "één")]
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ([], "names no image"),
-        (["{"], r"metadata.jsonl:1 is not JSON"),
-        (["[]"], "keys found: none"),
-        ([{"file_name": "a.png", "caption": "x"}], "'text'; keys found: caption, file_name"),
-        ([{"file_name": "a.png", "text": 3}], "no text under 'text'"),
-        ([{"file_name": "gone.png", "text": "x"}], r"gone.png, which does not exist"),
-    ],
-)
-def test_a_bad_index_is_named(tmp_path: Path, lines: list[object], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        read_image_folder(write_index(tmp_path, *lines))
-
-
-def test_a_missing_index_is_named_with_an_example(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="one JSON line per image"):
-        read_image_folder(tmp_path)
 
 
 def test_pixels_are_scaled_to_minus_one_and_one(tmp_path: Path) -> None:
@@ -92,12 +54,35 @@ def test_other_shapes_are_cropped_at_the_centre_not_squeezed(tmp_path: Path) -> 
     assert (decode_image(save(tmp_path, "a.png", picture), 8) == 1).all()
 
 
-def test_more_than_eight_bits_are_refused_not_clipped(tmp_path: Path) -> None:
-    deep = Image.fromarray(np.full((4, 4), 40000, dtype=np.uint16))
-    with pytest.raises(DataError, match="more than 8 bits"):
-        decode_image(save(tmp_path, "a.png", deep), 4)
-    with pytest.raises(DataError, match="mode 'F'"):
+def test_sixteen_bit_grey_keeps_its_range(tmp_path: Path) -> None:
+    deep = Image.fromarray(np.full((4, 4), 0x4000, dtype=np.uint16))
+    decoded = decode_image(save(tmp_path, "a.png", deep), 4)
+    torch.testing.assert_close(decoded, torch.full((3, 4, 4), 0x40 / 127.5 - 1))
+
+
+def test_values_without_a_range_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"mode 'F', whose values have no agreed range"):
         decode_image(save(tmp_path, "a.tiff", Image.new("F", (4, 4), 0.5)), 4)
+
+
+def test_cmyk_is_shown_as_a_person_sees_it(tmp_path: Path) -> None:
+    red = Image.new("CMYK", (8, 8), (0, 255, 255, 0))
+    decoded = decode_image(save(tmp_path, "a.jpg", red, quality=100), 8)
+    assert decoded[0].mean() > 0.8
+    assert decoded[1:].mean() < -0.8
+
+
+def test_the_first_picture_of_an_animation_counts(tmp_path: Path) -> None:
+    first, second = Image.new("RGB", (4, 4), "white"), Image.new("RGB", (4, 4), "black")
+    path = save(tmp_path, "a.gif", first, save_all=True, append_images=[second])
+    assert (decode_image(path, 4) == 1).all()
+
+
+def test_a_page_that_calls_itself_an_image_is_named(tmp_path: Path) -> None:
+    for name, content in (("a.jpg", b"<!DOCTYPE html><title>404</title>"), ("b.png", b"")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=rf"{name} cannot be decoded"):
+            decode_image(tmp_path / name, 4)
 
 
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:

@@ -6,13 +6,22 @@ from dataclasses import replace
 import pytest
 
 from lightning_dpipe.core.errors import PlanError, UnsupportedError
-from lightning_dpipe.core.program import Backward, Forward, PostRecv, Reduce, Send, StepShape
+from lightning_dpipe.core.program import (
+    Backward,
+    Forward,
+    Gather,
+    PostRecv,
+    Reduce,
+    Send,
+    StepShape,
+)
 from lightning_dpipe.lowering.channels import plan_channels
 from lightning_dpipe.lowering.lower import lower
 from lightning_dpipe.models.liveness import trace
 from lightning_dpipe.planning.schedules.of_plan import schedule_of
-from pipeline import make_plan
-from small import small_unet
+from lightning_dpipe.simulation.check import check_programs
+from pipeline import make_plan, opposite_plan
+from small import cascade, small_unet
 
 
 def programs(cuts=(3, 5), num_microbatches=4, batch_size=8, schedule="1f1b", groups=1, **shape):
@@ -99,3 +108,42 @@ def test_a_replica_beside_a_stage_on_other_devices_is_refused_by_name() -> None:
     wide = replace(plan, stages=(replace(plan.stages[0], devices=(0, 1)), plan.stages[1]))
     with pytest.raises(UnsupportedError, match=r"device 1 holds a replica of stage 0.*stage 1"):
         lower(wide, schedule_of(plan), graph, StepShape(sizes=(8, 8)))
+
+
+def opposite(num_microbatches: int, groups: int = 1):
+    graph = trace(cascade((3, 2)))
+    plan = opposite_plan(
+        graph, ((3, 5, 7), (2, 4, 6)), num_microbatches=num_microbatches,
+        batch_size=num_microbatches, groups=groups,
+    )  # fmt: skip
+    programs = lower(plan, schedule_of(plan), graph, StepShape(sizes=(num_microbatches,) * 4))
+    check_programs(programs)
+    return plan, graph, programs
+
+
+def test_two_backbones_on_a_device_have_slots_and_channels_of_their_own() -> None:
+    plan, graph, lowered = opposite(4, groups=2)
+    opened = set(plan_channels(plan, graph))
+    for program in lowered:
+        used = {x.message.channel for x in program.instructions if hasattr(x, "message")}
+        assert used <= opened
+        losses = [x.op.stage for x in program.instructions if isinstance(x, Forward) and x.loss]
+        assert losses == {0: [7] * 4, 3: [3] * 4}.get(program.device, [])
+        reduced = [x.stage for x in program.instructions if isinstance(x, Reduce)]
+        assert sorted(reduced) == list(plan.stages_on(program.device))
+
+
+def test_buffers_of_two_backbones_do_not_grow_with_the_microbatches() -> None:
+    few, many = (opposite(num)[2] for num in (6, 24))
+    assert [len(p.buffers) for p in many] == [len(p.buffers) for p in few]
+
+
+def test_a_context_that_both_backbones_read_is_gathered_once_a_microbatch() -> None:
+    """Device 0 holds the first layers of one backbone and the last of the other."""
+    _, graph, lowered = opposite(4)
+    shared = [v for v in graph.side_inputs if graph.values[v].name == "time"]
+    for program in lowered:
+        gathers = Counter(
+            x.value for x in program.instructions if isinstance(x, Gather) and x.value in shared
+        )
+        assert all(count == 4 for count in gathers.values())

@@ -4,8 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_dpipe.core.fills import MIN_CHUNK_BYTES
 from lightning_dpipe.core.plan import default_groups
-from lightning_dpipe.lowering.rows import MIN_CHUNK_BYTES, layout
+from lightning_dpipe.lowering.rows import layout
 
 sizes_and_parts = (
     st.lists(st.integers(0, 7), min_size=1, max_size=5)

@@ -8,6 +8,9 @@ from diffusers import (
     AutoencoderKL,
     ControlNetModel,
     DiTTransformer2DModel,
+    FluxTransformer2DModel,
+    PixArtTransformer2DModel,
+    SD3Transformer2DModel,
     UNet2DConditionModel,
 )
 from torch import nn
@@ -22,6 +25,11 @@ COUNTS: list[tuple[type[nn.Module], Mapping[str, Any], int]] = [
     (ControlNetModel, presets.CONTROLNET_SD21, 364_228_240),
     (AutoencoderKL, presets.SD_VAE, 83_653_863),
     (DiTTransformer2DModel, presets.DIT_XL_2_256, 749_826_464),
+    (PixArtTransformer2DModel, presets.PIXART_ALPHA_512, 610_856_096),
+    (SD3Transformer2DModel, presets.SD3_M, 2_028_328_000),
+    (SD3Transformer2DModel, presets.SD35_M, 2_243_171_520),
+    (SD3Transformer2DModel, presets.SD35_L, 8_056_627_520),
+    (FluxTransformer2DModel, presets.FLUX_DEV, 11_901_408_320),
 ]
 
 

@@ -57,7 +57,7 @@ def test_nan_padding_does_not_survive_the_mask() -> None:
 
 
 def test_dropped_captions_become_the_empty_one() -> None:
-    (layer,) = caption_dropout(0.5, seed=0, empty_ids=(1, 2, 0), empty_mask=(1, 1, 0)).layers
+    (layer,) = caption_dropout(0.5, seed=0, empty={"ids": (1, 2, 0), "mask": (1, 1, 0)}).layers
     ids, mask = torch.full((64, 3), 9), torch.ones(64, 3, dtype=torch.int64)
     new_ids, new_mask = layer.module(ids, mask, keys(0, 64))
     dropped = new_ids[:, 0] == 1
@@ -82,7 +82,7 @@ def test_validation_drops_nobody() -> None:
 
 def test_a_fake_tensor_trace_gets_through() -> None:
     (context,) = context_dropout(0.1, seed=0, mask="m").layers
-    (caption,) = caption_dropout(0.1, seed=0, empty_ids=(1, 2), empty_mask=(1, 0)).layers
+    (caption,) = caption_dropout(0.1, seed=0, empty={"ids": (1, 2), "mask": (1, 0)}).layers
     (label,) = label_dropout(0.1, seed=0, null_class=10).layers
     with FakeTensorMode():
         ids, key = torch.ones(3, 2, dtype=torch.int64), torch.zeros(3, 2, dtype=torch.int64)
@@ -94,5 +94,5 @@ def test_a_fake_tensor_trace_gets_through() -> None:
 def test_nonsense_is_refused() -> None:
     with pytest.raises(SpecError, match=r"probability is 1.5"):
         context_dropout(1.5, seed=0)
-    with pytest.raises(SpecError, match="3 ids and a mask of 2"):
-        caption_dropout(0.1, seed=0, empty_ids=(1, 2, 3), empty_mask=(1, 1))
+    with pytest.raises(SpecError, match=r"'ids': 3, 'mask': 2"):
+        caption_dropout(0.1, seed=0, empty={"ids": (1, 2, 3), "mask": (1, 1)})

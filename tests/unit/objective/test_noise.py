@@ -44,6 +44,17 @@ def test_nothing_written_shares_memory_with_the_latents() -> None:
     assert written["target"].data_ptr() != latents.data_ptr()
 
 
+def test_the_components_of_a_cascade_write_apart_and_draw_apart() -> None:
+    schedule = NoiseSchedule.from_scheduler(DDPMScheduler())
+    one = noise_component(schedule, seed=0)
+    other = noise_component(schedule, seed=0, name="fine_noise", prefix="fine_")
+    latents, key = torch.randn(6, 2, 3, 3), keys(0, 6)
+    first, second = run(one, latents, key), run(other, latents, key)
+    assert list(second) == ["fine_noisy", "fine_timestep", "fine_target", "fine_weight"]
+    assert not torch.equal(second["fine_timestep"], first["timestep"])
+    assert not torch.equal(second["fine_target"], first["target"])
+
+
 def test_each_sample_is_noised_alike_in_any_slice_of_the_batch() -> None:
     schedule = NoiseSchedule.from_scheduler(DDPMScheduler())
     component = noise_component(schedule, seed=0, min_snr_gamma=5.0)

@@ -1,8 +1,8 @@
 """The best possible filling of a small pipeline, by mixed-integer programming (SciPy's HiGHS).
 
-Free are the number of samples of each frozen layer in each slot between two ops of a device, and
-when every op starts. Exact for layers that cost ``fixed + n * per_sample`` and for links without
-contention (values of no bytes).
+Free are the number of samples of each frozen layer in each slot between two ops of a device, when
+every op starts and, with `move`, how many of whose samples each device encodes. Exact for layers
+that cost ``fixed + n * per_sample`` and for links without contention (values of no bytes).
 """
 
 from collections import defaultdict
@@ -55,18 +55,27 @@ class _Program:
         return float(found.fun)
 
 
-def exact_end_us(plan: Plan, profile: Profile, *, gap: float = 1e-3) -> float:
+def exact_end_us(plan: Plan, profile: Profile, *, gap: float = 1e-3, move: bool = False) -> float:
     """End of the iteration under the best placement of all frozen work, to a relative `gap`."""
     schedule, program = schedule_of(plan), _Program()
-    work = FrozenCosts.of(profile, samples=plan.batch_size, overhead_us=0)
+    work = FrozenCosts.of(profile, samples=plan.batch_size)
     shape = replace(steady_shape(plan, schedule), encoded=True, next_sizes=None)
     graph = task_graph(plan, schedule, profile, shape)
     end = program.variable()
     starts = [program.variable() for _ in graph.tasks]
     slots = {
-        d: _slots(program, work, 1 + sum(t.device == d for t in graph.tasks))
+        d: [dict[int, float]() for _ in range(1 + sum(t.device == d for t in graph.tasks))]
         for d in range(plan.num_devices)
     }
+    for owner in range(plan.num_devices):
+        takers = range(plan.num_devices) if move else (owner,)
+        counts = {d: program.variable(work.samples, integer=True) for d in takers}
+        program.at_least(dict.fromkeys(counts.values(), 1.0), work.samples)
+        for d, count in counts.items():
+            for merged, terms in zip(
+                slots[d], _slots(program, work, len(slots[d]), count), strict=True
+            ):
+                merged.update(terms)
     sender: dict[int, tuple[int, int]] = {}
     for i, task in enumerate(graph.tasks):
         for transfer, offset_us in task.sends:
@@ -92,8 +101,10 @@ def exact_end_us(plan: Plan, profile: Profile, *, gap: float = 1e-3) -> float:
     return program.minimise(end, gap) + graph.overhead_us
 
 
-def _slots(program: _Program, work: FrozenCosts, num_slots: int) -> list[dict[int, float]]:
-    """Variables of one device; per slot the terms that subtract the time of its frozen work."""
+def _slots(
+    program: _Program, work: FrozenCosts, num_slots: int, count: int
+) -> list[dict[int, float]]:
+    """What a device does of `count` samples; per slot the terms that subtract its time."""
     b = work.samples
     samples = [[program.variable(b, integer=True) for _ in work.layers] for _ in range(num_slots)]
     terms: list[dict[int, float]] = [{} for _ in range(num_slots)]
@@ -110,5 +121,5 @@ def _slots(program: _Program, work: FrozenCosts, num_slots: int) -> list[dict[in
             for p in layer.before:
                 so_far = {samples[j][p]: 1.0 for j in range(k + 1)}
                 program.at_least({**so_far, **{samples[j][i]: -1.0 for j in range(k + 1)}}, 0)
-        program.at_least({samples[k][i]: 1.0 for k in range(num_slots)}, b)
+        program.at_least({**{samples[k][i]: 1.0 for k in range(num_slots)}, count: -1.0}, 0)
     return terms

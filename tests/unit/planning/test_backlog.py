@@ -14,9 +14,9 @@ FROZEN = (
 )
 
 
-def work(*frozen: FrozenChain, samples: int = 4, overhead_us: int = 0) -> FrozenCosts:
-    profile = model_profile([1], frozen=frozen)
-    return FrozenCosts.of(profile, samples=samples, overhead_us=overhead_us)
+def work(*frozen: FrozenChain, samples: int = 4, fill_us: int = 0) -> FrozenCosts:
+    profile = model_profile([1], frozen=frozen, fill_us=fill_us)
+    return FrozenCosts.of(profile, samples=samples)
 
 
 def test_layers_wait_for_their_chain_and_for_what_they_read_from_other_components() -> None:
@@ -57,11 +57,26 @@ def test_a_layer_never_runs_ahead_of_the_samples_it_reads() -> None:
     assert pieces == [Piece(0, 0, 2), Piece(1, 0, 2)]
 
 
-def test_overhead_is_charged_per_fill_and_not_per_layer_of_a_fill() -> None:
+def test_starting_a_fill_is_charged_per_fill_and_not_per_layer_of_a_fill() -> None:
     chain = FrozenChain(name="text", forward_us=(10, 10, 10))
-    assert Backlog(work(chain, overhead_us=7)).pack(127)[1] == 120
-    # One microsecond less: the last layer runs on 1 sample, as a second fill with its own overhead.
-    assert Backlog(work(chain, overhead_us=7)).pack(126)[1] == 110
+    assert Backlog(work(chain, fill_us=7)).pack(127)[1] == 127
+    # One microsecond less: the last layer runs on 3 samples at most, as a second fill.
+    backlog = Backlog(work(chain, fill_us=7))
+    assert backlog.pack(126)[1] == 7 + 80 + 7 + 30
+    assert backlog.drain()[1] == 7 + 10
+
+
+def test_the_samples_of_another_device_are_a_range_of_their_own() -> None:
+    chain = FrozenChain(name="text", forward_us=(10, 10))
+    backlog = Backlog(work(chain, samples=8, fill_us=5), rows=(5, 8), owner=2)
+    assert backlog.pack(35) == ([Piece(0, 5, 8, 2)], 35)
+    assert backlog.drain() == ([Piece(1, 5, 8, 2)], 35)
+    fills = backlog.work.fills([Piece(0, 5, 8, 2), Piece(1, 5, 8, 2)], 0, None)
+    assert [(f.device, f.owner, f.start, f.stop, f.first, f.last) for f in fills] == [
+        (0, 2, 0, 2, 5, 8)
+    ]
+    at_home = Piece(1, 5, 8)
+    assert not backlog.work.prolongs(at_home, Piece(0, 5, 8, 2)), "samples of two devices"
 
 
 @settings(deadline=None, max_examples=100)
@@ -85,16 +100,16 @@ def test_a_bubble_is_full_up_to_one_sample_of_one_layer(
 @given(
     budgets=st.lists(st.integers(0, 400), max_size=12),
     fixed_us=st.integers(0, 30),
-    overhead_us=st.integers(0, 20),
+    fill_us=st.integers(0, 20),
 )
 def test_budgets_and_the_rest_cover_every_sample_of_every_layer_once(
-    budgets: list[int], fixed_us: int, overhead_us: int
+    budgets: list[int], fixed_us: int, fill_us: int
 ) -> None:
     frozen = tuple(
         FrozenChain(name=c.name, forward_us=c.forward_us, after=c.after, fixed_us=fixed_us)
         for c in FROZEN
     )
-    todo = work(*frozen, overhead_us=overhead_us)
+    todo = work(*frozen, fill_us=fill_us)
     backlog = Backlog(todo)
     pieces = [p for budget_us in budgets for p in backlog.pack(budget_us)[0]]
     pieces += backlog.drain()[0]

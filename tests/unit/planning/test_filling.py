@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_dpipe.core.fills import encoders
 from lightning_dpipe.core.op import Op
 from lightning_dpipe.core.plan import Fill, Plan
 from lightning_dpipe.core.profile import Link, Profile
+from lightning_dpipe.core.timeline import Activity
 from lightning_dpipe.planning.filling import fill, lower_bound_us
 from lightning_dpipe.planning.schedules.of_plan import schedule_of
 from lightning_dpipe.planning.search import make_plan
@@ -39,26 +41,33 @@ def all_leftover(plan: Plan, profile: Profile) -> Plan:
 
 
 def check_fills(plan: Plan, profile: Profile, *, self_conditioned: bool = False) -> None:
-    """Coverage exactly once, in an order in which every input exists for every sample."""
+    """Coverage exactly once, in an order in which every input exists for every sample.
+
+    What a device encodes of another one's samples it encodes from their batch fields on.
+    """
     graph = profile.graph
     schedule = schedule_of(plan, self_conditioned=self_conditioned)
     fills = [f for f in plan.fills if f.self_conditioned == self_conditioned]
+    runs = [0] * plan.num_devices
     for device, order in enumerate(schedule.orders):
         mine = [f for f in fills if f.device == device]
         slots = [-1 if f.after is None else order.index(f.after) for f in mine]
         assert slots == sorted(slots)
-        encoded: set[tuple[int, int]] = {
-            (v, i) for v in graph.inputs for i in range(plan.batch_size)
+        encoded: set[tuple[int, int, int]] = {
+            (home, v, i)
+            for home in range(plan.num_devices)
+            for v in graph.inputs
+            for i in range(plan.batch_size)
         }
-        runs = 0
         for f in mine:
             layers = graph.component(f.component).layers
             for node, i in itertools.product(layers[f.start : f.stop], range(f.first, f.last)):
-                assert all((v, i) in encoded for v in node.reads)
-                assert all((v, i) not in encoded for v in node.writes)
-                encoded |= {(v, i) for v in node.writes}
-                runs += 1
-        assert runs == plan.batch_size * sum(len(c.layers) for c in graph.frozen)
+                assert all((f.home, v, i) in encoded for v in node.reads)
+                assert all((f.home, v, i) not in encoded for v in node.writes)
+                encoded |= {(f.home, v, i) for v in node.writes}
+                runs[f.home] += 1
+    assert set(runs) == {plan.batch_size * sum(len(c.layers) for c in graph.frozen)}
+    encoders(fills, (plan.batch_size,) * plan.num_devices)  # refuses a sample with two encoders
 
 
 @st.composite
@@ -79,6 +88,7 @@ def profiles(draw: st.DrawFn) -> Profile:
         feedback=True,
         optimizer_us=draw(st.sampled_from([0, 40])),
         overhead_us=draw(st.sampled_from([0, 500])),
+        fill_us=draw(st.sampled_from([0, 40])),
         p2p=Link(latency_us=draw(st.sampled_from([0, 30])), bytes_per_s=10**9, host_us=5),
     )
 
@@ -115,6 +125,10 @@ def test_all_frozen_work_is_covered_once_in_order_and_the_end_only_gets_earlier(
         unfilled_us = end_us(replace(plan, fills=()), profile, self_conditioned=variant)
         bound_us = lower_bound_us(plan, profile, self_conditioned=variant)
         assert bound_us <= filled_us <= unfilled_us
+        chosen = schedule_of(plan, self_conditioned=variant)
+        still = fill(plan, chosen, profile, self_conditioned=variant, move=False)
+        still_us = end_us(replace(plan, fills=still), profile, self_conditioned=variant)
+        assert filled_us <= still_us, "moving samples only helps"
     leftover = all_leftover(plan, profile)
     assert end_us(plan, profile) <= end_us(leftover, profile)
     assert end_us(leftover, profile) <= end_us(replace(plan, fills=()), profile)
@@ -177,7 +191,7 @@ def test_no_placement_of_a_small_problem_beats_it_by_more_than_one_sample(seed: 
     )
     plan = make_plan(profile, world_size=2, batch_size=3, num_microbatches=2, fill=False)
     schedule = schedule_of(plan)
-    found = fill(plan, schedule, profile, fill_overhead_us=0)
+    found = fill(plan, schedule, profile, move=False)
     best = min(
         simulate(replace(plan, fills=fills), schedule, profile).end_us
         for fills in all_placements(plan)
@@ -224,14 +238,54 @@ def test_ops_with_slack_may_wait_when_that_ends_the_iteration_earlier() -> None:
     ]
 
 
-def test_a_fill_whose_overhead_no_bubble_can_hold_is_left_over() -> None:
-    profile = model_profile(
-        [10, 10], frozen=(FrozenChain(name="text", forward_us=(1, 1)),), width=0
+@settings(deadline=None, max_examples=30)
+@given(profile=profiles(), num_stages=st.integers(1, 4), num_microbatches=st.integers(1, 6))
+def test_without_partial_batches_every_layer_runs_once_on_the_whole_local_batch(
+    profile: Profile, num_stages: int, num_microbatches: int
+) -> None:
+    plan = make_plan(
+        profile,
+        world_size=num_stages,
+        batch_size=8,
+        num_microbatches=num_microbatches,
+        fill="whole",
     )
-    plan = make_plan(profile, world_size=2, batch_size=1, num_microbatches=2, fill=False)
-    schedule = schedule_of(plan)
-    filled = fill(plan, schedule, profile, fill_overhead_us=end_us(plan, profile))
-    assert {f.after for f in filled} == {order[-1] for order in schedule.orders}
+    assert {(f.first, f.last) for f in plan.fills} == {(0, 8)}
+    for variant in (False, True):
+        check_fills(plan, profile, self_conditioned=variant)
+        unfilled_us = end_us(replace(plan, fills=()), profile, self_conditioned=variant)
+        assert end_us(plan, profile, self_conditioned=variant) <= unfilled_us
+
+
+def test_a_layer_longer_than_every_bubble_needs_partial_batches() -> None:
+    # Device 1 idles 30 ms before its first F and ends its last B at 210 ms; the layer takes 160 ms,
+    # 40 ms a sample. Two samples in front leave no idle time: 2 (F + B) + 160.
+    profile = model_profile(
+        [7500, 7500], frozen=(FrozenChain(name="text", forward_us=(40_000,)),), width=0
+    )
+    ends_us = [
+        end_us(
+            make_plan(profile, world_size=2, batch_size=4, num_microbatches=2, fill=fill), profile
+        )
+        for fill in ("whole", "auto")
+    ]
+    assert ends_us == [210_000 + 160_000, 2 * 90_000 + 160_000]
+
+
+def test_where_starting_a_fill_is_dear_there_are_fewer_and_the_simulator_charges_each() -> None:
+    frozen = (FrozenChain(name="text", forward_us=(300, 200, 250, 150)),)
+    cheap = model_profile([400] * 4, frozen=frozen, width=0)
+    dear = replace(cheap, fill_us=20_000)
+    plan = make_plan(cheap, world_size=2, batch_size=16, num_microbatches=4)
+    fewer = make_plan(dear, world_size=2, batch_size=16, num_microbatches=4)
+    assert len(plan.fills) > len(fewer.fills) == 2, "one for each device's component"
+    wanted = sum(
+        dear.fill_us + dear.forward_us("text", f.start, f.stop, f.last - f.first)
+        for f in plan.fills
+    )
+    timeline = simulate(plan, schedule_of(plan), dear)
+    assert timeline.total_us(Activity.FROZEN) == wanted
+    assert end_us(fewer, dear) < end_us(plan, dear)
 
 
 def test_layers_of_one_sample_range_make_one_fill() -> None:

@@ -10,9 +10,10 @@ from lightning_dpipe.core.op import OpKind
 from lightning_dpipe.core.plan import Plan
 from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.core.schedule import Schedule
+from lightning_dpipe.planning.explain import explain
 from lightning_dpipe.planning.filling import lower_bound_us
 from lightning_dpipe.planning.schedules.of_plan import schedule_of
-from lightning_dpipe.planning.search import explain, make_plan
+from lightning_dpipe.planning.search import make_plan
 from lightning_dpipe.simulation.check import check_schedule
 from lightning_dpipe.simulation.memory import peak_bytes
 from lightning_dpipe.simulation.render import ascii_chart

@@ -1,6 +1,7 @@
 """DiffusionPipe's objective as an option of plans and searches."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from brute import random_profile
@@ -74,7 +75,7 @@ def test_a_search_by_t_max_is_no_better_than_one_by_the_simulation_and_its_bound
         assert paper.bound_us <= exact.expected_us <= paper.expected_us
         assert paper.expected_us == expected_us(paper.plan, profile)
         plan = make_plan(profile, num_stages="auto", objective="paper", **options)  # type: ignore[arg-type]
-        assert plan == paper.plan
+        assert replace(plan, origin=None) == paper.plan
 
 
 def test_an_unknown_objective_and_cuts_with_one_are_refused() -> None:

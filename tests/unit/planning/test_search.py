@@ -6,7 +6,7 @@ from lightning_dpipe.core.op import OpKind
 from lightning_dpipe.core.plan import Plan
 from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.planning.schedules.of_plan import schedule_of
-from lightning_dpipe.planning.search import explain, make_plan
+from lightning_dpipe.planning.search import make_plan
 from synthetic import FrozenChain, model_profile
 
 FROZEN = (FrozenChain(name="text", forward_us=(30, 30)),)
@@ -90,13 +90,3 @@ def test_a_batch_smaller_than_the_microbatches_is_refused_with_both_numbers(
 def test_an_unknown_schedule_is_refused(fill: bool) -> None:
     with pytest.raises(ScheduleError, match=r"unknown schedule 'zb'"):
         make_plan(profile(), world_size=2, batch_size=4, schedule="zb", fill=fill)
-
-
-def test_explain_names_stages_times_and_the_prediction() -> None:
-    text = explain(make_plan(profile(), world_size=2, batch_size=16), profile())
-    lines = text.splitlines()
-    # (100 + 100) us x 4 samples; (100 + 100 + 50 + 50) us x 4 samples; 4096 bytes a layer.
-    assert lines[1].split() == ["0", "0:2", "0.80", "ms", "1.60", "ms", "0.01", "MB", "0"]
-    assert lines[2].split() == ["1", "2:6", "1.20", "ms", "2.40", "ms", "0.02", "MB", "1"]
-    assert "8 micro-batches of 4 samples, global batch 32" in text
-    assert "lower bound" in text

@@ -44,6 +44,7 @@ def test_a_model_without_feedback_has_one_variant() -> None:
 
 
 def test_fillers_are_named_and_others_refused() -> None:
-    assert [filler_of(x) for x in (True, False, "auto", "paper")] == ["auto", None, "auto", "paper"]
+    assert [filler_of(x) for x in (True, False)] == ["auto", None]
+    assert [filler_of(x) for x in ("auto", "whole", "paper")] == ["auto", "whole", "paper"]
     with pytest.raises(PlanError, match=r"unknown fill='best'; choose True, False or one of auto"):
         filler_of("best")

@@ -38,6 +38,15 @@ def test_a_device_that_is_slower_than_profiled_is_learnt_from_one_timeline() -> 
     assert abs(again.end_us - measured.end_us) <= 0.001 * measured.end_us
 
 
+def test_frozen_layers_are_learnt_apart_from_what_starting_a_fill_costs() -> None:
+    profile = replace(example(), fill_us=70)
+    plan = make_plan(profile, world_size=2, batch_size=8, num_microbatches=4)
+    real = replace(profile, costs=tuple(slowed(c, 2, 3) for c in profile.costs))
+    learnt = calibrate(profile, plan, [simulate(plan, schedule_of(plan), real)])
+    assert learnt.fill_us == 70
+    assert learnt.component("text") == real.component("text")
+
+
 def test_what_did_not_run_keeps_its_times() -> None:
     profile = example()
     plan = make_plan(profile, world_size=2, batch_size=8, num_microbatches=4)

@@ -8,38 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dpipe.core.op import Op
-from lightning_dpipe.core.plan import Fill, Plan
+from fills import some_fills
 from lightning_dpipe.models.liveness import trace
 from lightning_dpipe.models.spec import Backbone, Field, Layer, Loss, PipelineSpec
-from lightning_dpipe.planning.schedules.of_plan import schedule_of
 from lightning_dpipe.runtime.threads import ThreadHub
 from parity import all_rows, compare
 from pipeline import gather_gradients, open_session, opposite_plan, run_pipeline
 from small import cascade, random_model, small_batch
-
-
-def some_fills(plan: Plan, frozen: dict[str, int], draw: random.Random) -> tuple[Fill, ...]:
-    """Every component's layers on all rows of every device, in two parts, after random ops."""
-    fills = []
-    for variant in (False, True) if plan.conditioned else (False,):
-        for device, order in enumerate(schedule_of(plan, self_conditioned=variant).orders):
-            places: list[Op | None] = [None, *order]
-            pieces = [
-                (name, layer, layer + 1, *rows)
-                for name, layers in frozen.items()
-                for layer in range(layers)
-                for rows in ((0, 1), (1, plan.batch_size))
-            ]
-            spots = sorted(draw.randrange(len(places)) for _ in pieces)
-            fills += [
-                Fill(
-                    device=device, after=places[at], component=name, start=start, stop=stop,
-                    first=first, last=last, self_conditioned=variant,
-                )
-                for at, (name, start, stop, first, last) in zip(spots, pieces, strict=True)
-            ]  # fmt: skip
-    return tuple(fills)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -62,9 +37,8 @@ def test_fills_and_self_conditioning_of_either_backbone_change_nothing(
     make = partial(cascade, (2, 3), feedback=feedback)
     graph = trace(make())
     plan = opposite_plan(graph, ((3, 5), (2, 6)), num_microbatches=num_microbatches, batch_size=4)
-    frozen = {c.name: len(c.layers) for c in graph.frozen}
-    assert len(frozen) == 3
-    plan = replace(plan, fills=some_fills(plan, frozen, random.Random(5)))
+    assert len(graph.frozen) == 3
+    plan = replace(plan, fills=some_fills(plan, graph, random.Random(5)))
     coins = None if feedback is None else (True, False, True)
     batches = all_rows(plan.world_size, 4, 3)
     compare(make, plan, batches, exact=True, coins=coins, filled=True)
@@ -96,6 +70,16 @@ def test_a_backbone_with_fewer_stages_leaves_devices_to_the_other() -> None:
     plan = opposite_plan(trace(make()), ((2, 4, 6), (3,)), num_microbatches=3, batch_size=3)
     assert [plan.stages_on(d) for d in range(4)] == [(0,), (1,), (2, 5), (3, 4)]
     compare(make, plan, all_rows(4, 3, 2), exact=True, filled=True)
+
+
+def test_all_stages_of_both_on_one_device_are_buckets_of_data_parallelism() -> None:
+    make = partial(cascade, (2, 2), feedback=0)
+    plan = opposite_plan(trace(make()), ((3,), (4,)), num_microbatches=3, batch_size=4)
+    stages = tuple(replace(stage, devices=(0,)) for stage in plan.stages)
+    plan = replace(plan, stages=stages, groups=((1,), (0,)))
+    compare(
+        make, plan, all_rows(2, 4, 2), exact=False, filled=True, coins=(True, True), accumulate=2
+    )
 
 
 def test_a_short_last_batch_trains_both() -> None:
@@ -135,7 +119,7 @@ def test_two_equal_backbones_draw_dropout_apart() -> None:
     )
     graph = trace(spec)
     plan = opposite_plan(graph, ((), ()), num_microbatches=1, batch_size=2)
-    session = open_session(spec, graph, plan, 0, ThreadHub(1), None)
+    session = open_session(spec, graph, plan, 0, ThreadHub(1).transport(0), None)
     batch = {"image": torch.ones(2, 64)}
     result = session.step(batch, sizes=(2,), batch_index=0, loss_scale=0.5)
     assert result.loss_sum.keys() == {"a", "b"}
@@ -171,8 +155,7 @@ def test_random_pairs_of_backbones_plans_and_batches(block) -> None:
             lengths = tuple((draw.randint(1, 5), draw.randint(1, 9)) for _ in plan.stages)
             plan = replace(plan, lengths=lengths)
         if draw.random() < 0.5:
-            frozen = {c.name: len(c.layers) for c in graph.frozen}
-            plan = replace(plan, fills=some_fills(plan, frozen, draw))
+            plan = replace(plan, fills=some_fills(plan, graph, draw))
         batches = [[small_batch(n, seed=r) for r, n in enumerate(rows)] for _ in range(2)]
         filled = draw.random() < 0.7
         compare(make, plan, batches, exact=world == places, filled=filled, accumulate=2)

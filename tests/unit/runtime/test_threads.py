@@ -175,6 +175,17 @@ def test_an_emulated_link_delivers_after_latency_and_one_message_after_the_other
     assert fake.now_s == first_start_s + 4.0 + 1.0
     posts[1].wait()  # long past: no more sleep
     assert fake.now_s == first_start_s + 5.0
+    assert [post.arrived_s for post in posts] == [first_start_s + 3.0, first_start_s + 5.0]
+
+
+def test_an_emulated_link_may_take_a_message_for_larger_than_its_tensor() -> None:
+    fake = FakeTime()
+    link = Delay(latency_s=1.0, bytes_per_s=4.0, bytes_of=lambda m: 100 * m.shape[0])
+    hub = ThreadHub(2, delay=link, clock=fake.clock, sleep=fake.sleep)
+    sender, receiver = pair(hub)
+    sender.send(message(0, 2), torch.zeros(2))
+    receiver.post(message(0, 2), torch.zeros(2)).wait()
+    assert fake.now_s == 100.0 + 200 / 4.0 + 1.0
 
 
 def test_two_threads_that_both_send_first_do_not_hang() -> None:

@@ -12,6 +12,10 @@ from hypothesis import strategies as st
 from lightning_dpipe.core.op import Op, OpKind
 from lightning_dpipe.planning.schedules import SCHEDULES, build_schedule
 from lightning_dpipe.planning.schedules.bidirectional import Chain, bidirectional
+from lightning_dpipe.planning.schedules.of_plan import schedule_of
+from lightning_dpipe.planning.search import make_plan
+from lightning_dpipe.simulation.simulate import simulate
+from synthetic import model_profile, pair_profile
 
 Lengths = Sequence[tuple[int, int]]
 
@@ -194,3 +198,21 @@ def test_replicas_of_a_place_run_the_same_order() -> None:
     assert Counter(orders[0]).keys() == {
         Op(s, k, m) for s in (0, 3) for k in (OpKind.F, OpKind.B) for m in range(3)
     }
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_the_simulator_takes_as_long_as_plain_events_do(data) -> None:
+    """Messages are free and no frozen work runs: only the order of ops counts."""
+    times = st.lists(st.integers(1, 9), min_size=3, max_size=6)
+    num_chains = data.draw(st.integers(2, 3))
+    profile = pair_profile(*(model_profile(data.draw(times), width=0) for _ in range(num_chains)))
+    devices, microbatches = data.draw(st.integers(2, 3)), data.draw(st.integers(1, 4))
+    plan = make_plan(
+        profile, world_size=devices, batch_size=12, num_microbatches=microbatches,
+        schedule=data.draw(st.sampled_from(sorted(SCHEDULES))),
+    )  # fmt: skip
+    schedule = schedule_of(plan)
+    lengths = [[plan.lengths[i] for i in chain] for chain in plan.chains]
+    expected = end_of(schedule.orders, opposite(*lengths))
+    assert simulate(plan, schedule, profile).end_us == expected

@@ -1,0 +1,95 @@
+"""ControlNet: a trained copy of a locked U-Net's encoder reads a hint image.
+
+In:     as `latent`, and hint float32 ``[batch, channels, size, size]`` in ``[0, 1]``.
+Out:    images of a caption and a hint. The locked encoder reads the noisy latent only, so it runs
+        ahead with the other encoders; the locked decoder passes gradients on.
+Source: Zhang et al., arXiv 2302.05543.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from diffusers import ControlNetModel, UNet2DConditionModel
+from torch import Tensor
+
+from lightning_dpipe.core.errors import UnsupportedError
+from lightning_dpipe.models.controlnet import ControlledUNet, controlnet_components
+from lightning_dpipe.models.parts import diffusers_part
+from lightning_dpipe.models.spec import Field, Loss, PipelineSpec
+from lightning_dpipe.objective.losses import weighted_mse
+from lightning_dpipe.strategy.modules.latent import LatentConfig, LatentModule
+
+
+class ControlNet(LatentModule):
+    """A ControlNet on a locked Stable Diffusion.
+
+    Args:
+        unet: Arguments of diffusers' ``UNet2DConditionModel``; not read with ``pretrained``.
+        controlnet: Arguments of ``ControlNetModel``; None copies the U-Net's encoder, as the paper
+            does.
+        seed: Key of all draws; see `DiffusionModule`.
+        options: Fields of `LatentConfig`.
+
+    Raises:
+        UnsupportedError: Self-conditioning is asked for: the locked U-Net was trained without.
+    """
+
+    def __init__(
+        self,
+        *,
+        unet: Mapping[str, Any] | None = None,
+        controlnet: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(LatentConfig(**options), seed=seed)
+        if self.config.self_conditioning is not None:
+            raise UnsupportedError(
+                f"self_conditioning={self.config.self_conditioning} for a ControlNet: the locked "
+                "U-Net does not read an estimate; use null"
+            )
+        self.unet_config = unet
+        self.controlnet_config = controlnet
+
+    def configure_model(self) -> None:
+        """Load or build encoders, the locked U-Net and its trained copy."""
+        if hasattr(self, "controlnet"):
+            return
+        self.build_encoders()
+        self.unet = diffusers_part(
+            UNet2DConditionModel, self.unet_config, self.config.source, "unet"
+        )
+        if self.controlnet_config is None:
+            self.controlnet = ControlNetModel.from_unet(self.unet)
+        else:
+            self.controlnet = ControlNetModel(**self.controlnet_config)
+
+    def pipeline_spec(self) -> PipelineSpec:
+        """The locked encoder is frozen work; the backbone is the copy and the locked decoder."""
+        size = self.config.image_size
+        channels = self.controlnet.config.conditioning_channels
+        locked, backbone = controlnet_components(self.controlnet, self.unet, sample="noisy")
+        return PipelineSpec(
+            inputs={**self.inputs(), "hint": Field(shape=(channels, size, size))},
+            frozen=(*self.encoders(), locked),
+            backbones=(backbone,),
+            loss=Loss(fn=weighted_mse, reads=("out", "target", "weight")),
+        )
+
+    def denoiser(self) -> Any:
+        """Both models, with the library's own forwards."""
+        whole = ControlledUNet(self.controlnet, self.unet)
+
+        @torch.no_grad()
+        def denoise(tensors: Mapping[str, Tensor]) -> Tensor:
+            out: Tensor = whole(
+                tensors["noisy"], tensors["timestep"], tensors["context"], tensors["hint"]
+            )
+            return out
+
+        return denoise
+
+    def more_conditions(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The hint, for both branches of guidance."""
+        return {"hint": fields["hint"].to(self.device)}

@@ -1,0 +1,102 @@
+"""A folder of captioned images as batches: splits, hints, broken files."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from lightning_dpipe.core.errors import DataError
+from lightning_dpipe.data.image_folder import ImageFolderDataModule
+
+COLOURS = {"a": (255, 0, 0), "b": (0, 255, 0)}
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Path:
+    """A pipeline folder with nothing but a tokenizer of the letters a and b."""
+    folder = tmp_path / "pipeline" / "tokenizer"
+    folder.mkdir(parents=True)
+    words = ["!", "<|startoftext|>", "<|endoftext|>", "a", "b", "a</w>", "b</w>"]
+    (folder / "vocab.json").write_text(json.dumps({w: i for i, w in enumerate(words)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    settings = {
+        "tokenizer_class": "CLIPTokenizer", "bos_token": "<|startoftext|>", "pad_token": "!",
+        "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>", "model_max_length": 8,
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder.parent
+
+
+def images(folder: Path, captions: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for i, caption in enumerate(captions):
+        Image.new("RGB", (6, 4), COLOURS[caption]).save(folder / f"{i}.png")
+        Image.new("L", (6, 4), 255 * i // max(len(captions) - 1, 1)).save(folder / f"{i}h.png")
+        lines.append({"file_name": f"{i}.png", "text": caption, "outline": f"{i}h.png"})
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return folder
+
+
+def build(folder: Path, pipeline: Path, **changes: object) -> ImageFolderDataModule:
+    options: dict[str, object] = {"size": 4, "num_tokens": 4, "num_workers": 0, "batch_size": 2}
+    data = ImageFolderDataModule(
+        folder=folder,
+        tokenizer=str(pipeline),
+        **{**options, **changes},  # type: ignore[arg-type]
+    )
+    data.setup()
+    return data
+
+
+def test_image_caption_and_hint_stay_together(tmp_path: Path, pipeline: Path) -> None:
+    folder = images(tmp_path / "set", "abbab")
+    data = build(folder, pipeline, num_validation=2, hint_column="outline")
+    assert data.validation_captions == ("a", "b")  # files 0 and 2
+    batch = next(iter(data.val_dataloader()))
+    assert batch["input_ids"].tolist() == [[1, 5, 2, 0], [1, 6, 2, 0]]
+    assert batch["image"][:, :, 0, 0].tolist() == [[1, -1, -1], [-1, 1, -1]]
+    torch.testing.assert_close(batch["hint"][:, 0, 0, 0], torch.tensor([0.0, 127 / 255]))
+    seen = torch.cat([b["input_ids"][:, 1] for b in data.train_dataloader()])
+    assert sorted(seen.tolist()) == [5, 6, 6]
+
+
+def test_a_split_on_disk_is_taken(tmp_path: Path, pipeline: Path) -> None:
+    images(tmp_path / "set" / "train", "ab")
+    images(tmp_path / "set" / "validation", "b")
+    data = build(tmp_path / "set", pipeline)
+    assert data.validation_captions == ("b",)
+    assert len(data.train_dataloader()) == 1
+
+
+def test_too_few_images_to_hold_out_are_refused(tmp_path: Path, pipeline: Path) -> None:
+    with pytest.raises(DataError, match="num_validation=2 of 2 images"):
+        build(images(tmp_path / "set", "ab"), pipeline, num_validation=2)
+
+
+def test_a_broken_image_stops_or_the_next_stands_in(
+    tmp_path: Path, pipeline: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = images(tmp_path / "set", "aab")
+    (folder / "1.png").write_bytes(b"<html>")
+    with pytest.raises(DataError, match=r"1.png cannot be decoded"):
+        list(build(folder, pipeline, num_validation=1).train_dataloader())
+    data = build(folder, pipeline, num_validation=1, broken_images="skip")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            (batch,) = list(data.train_dataloader())
+            assert batch["input_ids"][:, 1].tolist() == [6, 6]
+    assert [r.getMessage() for r in caplog.records if "stands in" in r.getMessage()] != []
+    assert len([r for r in caplog.records if "1.png" in r.getMessage()]) == 1
+
+
+def test_a_folder_without_one_good_image_says_so(tmp_path: Path, pipeline: Path) -> None:
+    folder = images(tmp_path / "set", "ab")
+    for name in ("0.png", "1.png"):
+        (folder / name).write_bytes(b"")
+    data = build(folder, pipeline, num_validation=1, broken_images="skip")
+    with pytest.raises(DataError, match="none of 1 images can be decoded"):
+        list(data.train_dataloader())
