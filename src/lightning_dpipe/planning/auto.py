@@ -52,7 +52,8 @@ class Space:
     """What the search may choose from; None leaves a number free.
 
     `group_devices` are devices of one pipeline group, `probability` the share of self-conditioned
-    steps. `max_plans` is how many plans may be tried, `max_nodes` how many prefixes of stages each
+    steps. `max_plans` is how many plans may be tried, `max_idle` how many of them after the best
+    one (None: any number), `max_nodes` how many prefixes of stages each
     configuration may look at in strict order (None: all, see `best_first`). A plan within `close`
     (relative) of what bounds all that is left ends the search; 0 is exact. With the `objective`
     "paper" each configuration has one cut, that of least T_max, and the best of those that are
@@ -68,6 +69,7 @@ class Space:
     probability: float = SELF_CONDITIONING
     max_group: int = MAX_GROUP
     max_plans: int = 64
+    max_idle: int | None = 20
     max_nodes: int | None = 512
     close: float = 1e-4
     objective: str = "simulated"
@@ -125,7 +127,7 @@ def search(
     )
     queue = _Queue(_configs(profile, space, world_size, batch_size, hidden=filler is not None))
     best: Plan | None = None
-    best_us, tried = float("inf"), 0
+    best_us, tried, at = float("inf"), 0, 0
     for config, stages in queue:
         seen = config.profile
         plan = in_order(plan_of(base, config.cutting, stages), seen)
@@ -135,11 +137,12 @@ def search(
                 plan = with_fills(plan, seen, fill=filler)
             plan_us = expected_us(plan, seen, space.probability)
             if plan_us < best_us:
-                best, best_us = plan, plan_us
+                best, best_us, at = plan, plan_us, tried
                 queue.limit_us = best_us / (1 + space.close)
             if progress is not None:
                 progress(tried, best_us, queue.bound_us)
-        if queue.bound_us >= queue.limit_us or tried >= space.max_plans:
+        idle = best is not None and space.max_idle is not None and tried - at >= space.max_idle
+        if queue.bound_us >= queue.limit_us or tried >= space.max_plans or idle:
             break
     if best is None:
         raise PlanError(_nothing_fits(profile, space, world_size, batch_size))
@@ -174,12 +177,20 @@ def only_backbone(profile: Profile) -> str:
 
 class _Queue:
     """Chains of all configurations, in rounds: each round takes the next one of every configuration
-    that could still win, the least bound first. Nothing at or above `limit_us` could."""
+    that could still win, the least bound first. Nothing at or above `limit_us` could. Data
+    parallelism comes before all rounds: it is simulated at once, and rules out many others."""
 
     def __init__(self, configs: Iterable[_Config]) -> None:
         self.limit_us = self._left_out_us = float("inf")
         self._heap: list[_Entry] = [
-            (0, config.bound_us, ticket, config, config.chains(lambda: self.limit_us), None)
+            (
+                min(0, config.cutting.num_devices - 2),
+                config.bound_us,
+                ticket,
+                config,
+                config.chains(lambda: self.limit_us),
+                None,
+            )
             for ticket, config in enumerate(configs)
             if config.bound_us < float("inf")
         ]

@@ -28,7 +28,7 @@ EVERY = 10**9
 def exact(profile: Profile, **options: object) -> Found:
     """Search until nothing that is left could be better."""
     world = {name: options.pop(name) for name in ("world_size", "batch_size")}
-    space = Space(max_plans=EVERY, max_nodes=None, close=0.0, **options)  # type: ignore[arg-type]
+    space = Space(max_plans=EVERY, max_idle=None, max_nodes=None, close=0.0, **options)  # type: ignore[arg-type]
     return search(profile, space=space, **world)  # type: ignore[arg-type]
 
 

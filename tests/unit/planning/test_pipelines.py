@@ -69,7 +69,7 @@ def test_a_search_by_t_max_is_no_better_than_one_by_the_simulation_and_its_bound
 ) -> None:
     for profile in backbones(seed):
         options = {"world_size": 2, "batch_size": 4}
-        every = Space(max_plans=10**9, max_nodes=None, close=0.0)
+        every = Space(max_plans=10**9, max_idle=None, max_nodes=None, close=0.0)
         exact = search(profile, space=every, **options)  # type: ignore[arg-type]
         paper = search(profile, space=Space(objective="paper"), **options)  # type: ignore[arg-type]
         assert paper.bound_us <= exact.expected_us <= paper.expected_us
