@@ -7,8 +7,9 @@ The model, batch and ranks of `benchmarks.fill`: a real U-Net and MiniLM, gloo, 
     filled, and the plan that the search picks. All run in turn, optimizer and gradient sums
     included. The best of all is found on the even rounds and compared on the odd ones, round by
     round, so that its luck does not count.
-(b) Hold-out: a profile of S=2, M=4, calibrated on 20 iterations of that plan, predicts S=2, M=8 and
-    S=1, M=2, whose micro-batches have the rows of the profiled ones. Both run in the same turns.
+(b) Hold-out: a profile of S=2, M=4 predicts S=2, M=8 and S=1, M=2, whose micro-batches have as many
+    rows. It is calibrated on iterations of S=2, M=4 that run in the same turns, so that a host that
+    changes its speed changes it for all.
 """
 
 import statistics
@@ -17,10 +18,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.common import Report, parser, show
-from benchmarks.fill import CALIBRATION, ROWS, STAGES, Bench, shared
+from benchmarks.fill import ROWS, STAGES, Bench, shared
 from lightning_dpipe.core.graph import ComponentKind, ModelGraph
 from lightning_dpipe.core.plan import Plan
-from lightning_dpipe.core.profile import Profile
+from lightning_dpipe.core.timeline import Timeline
 from lightning_dpipe.planning.schedules.of_plan import schedule_of
 from lightning_dpipe.planning.search import make_plan
 from lightning_dpipe.profiling.calibrate import calibrate
@@ -67,59 +68,57 @@ def shape_of(plan: Plan) -> str:
     )
 
 
-def calibrated(bench: Bench) -> Profile:
-    """The profile of S=2, M=4, corrected by iterations of its plan."""
-    profile = bench.profile(4)
-    plan = make_plan(profile, world_size=STAGES, batch_size=ROWS, num_microbatches=4)
-    runner = bench.session(plan)
-    for _ in range(2):  # the first one encodes up front
-        runner.iteration()
-    return shared(calibrate(profile, plan, [runner.traced() for _ in range(CALIBRATION)]))
-
-
 def measure(rank: int, microbatches: Sequence[int], rounds: int) -> Outcome:
     """One rank of two."""
     bench = Bench(rank)
     options = {"world_size": STAGES, "batch_size": ROWS}
     if rank == 0:
         show("profiling ...")
-    profile = bench.profile_at(sizes(bench.graph))
+    profile, known = bench.profile_at(sizes(bench.graph)), bench.profile(4)
     plans = {
         name_of(s, m): make_plan(profile, **options, num_stages=s, num_microbatches=m)
         for s in (1, STAGES)
         for m in microbatches
     }
     plans[AUTO] = make_plan(profile, **options, num_stages="auto", num_microbatches="auto")
-    profiles = dict.fromkeys(plans, profile)
-    if rank == 0:
-        show(f"auto picks {shape_of(plans[AUTO])}; profiling and calibrating at M=4 ...")
-    known = calibrated(bench)
     for figure, (s, m) in HOLDOUT.items():
         plans[figure] = make_plan(known, **options, num_stages=s, num_microbatches=m)
-        profiles[figure] = known
-    times = alternate(bench, plans, rounds)
-    predicted = {
-        name: simulate(plan, schedule_of(plan), profiles[name]).end_us / 1e6
-        for name, plan in plans.items()
-    }
+    profiled = make_plan(known, **options, num_stages=STAGES, num_microbatches=4)
+    if rank == 0:
+        show(f"auto picks {shape_of(plans[AUTO])}; {len(plans) + 1} plans, {rounds} rounds ...")
+    times, timelines = alternate(bench, plans, profiled, rounds)
+    known = shared(calibrate(known, profiled, timelines))
+    predicted = {}
+    for name, plan in plans.items():
+        said = simulate(plan, schedule_of(plan), known if name in HOLDOUT else profile)
+        predicted[name] = said.end_us / 1e6
     return Outcome(times, predicted, plans)
 
 
-def alternate(bench: Bench, plans: Mapping[str, Plan], rounds: int) -> dict[str, list[float]]:
-    """Iterations of all plans in turn, each round beginning with another one."""
+def alternate(
+    bench: Bench, plans: Mapping[str, Plan], profiled: Plan, rounds: int
+) -> tuple[dict[str, list[float]], list[Timeline]]:
+    """Iterations of all plans in turn, each round beginning with another one.
+
+    Returns:
+        Seconds by plan, and the timelines of `profiled`, which is traced.
+    """
     runners = {name: bench.session(plan) for name, plan in plans.items()}
-    for runner in runners.values():
-        runner.iteration()
+    traced = bench.session(profiled)
+    for runner in (*runners.values(), traced):
+        runner.iteration()  # the first one encodes up front
         runner.iteration()
     times: dict[str, list[float]] = {name: [] for name in plans}
+    timelines = []
     names = list(plans)
     for i in range(rounds):
         at = i * 5 % len(names)
         for name in names[at:] + names[:at]:
             times[name].append(runners[name].iteration())
+        timelines.append(traced.traced())
         if bench.rank == 0 and i % 4 == 3:
             show(f"  {i + 1}/{rounds} rounds")
-    return times
+    return times, timelines
 
 
 def over_best(times: Mapping[str, Sequence[float]], name: str) -> tuple[str, float]:
@@ -159,7 +158,7 @@ def main() -> int:
     """Try all plans."""
     options = parser(__doc__).parse_args()
     report = Report("auto")
-    microbatches, rounds = (QUICK_MICROBATCHES, 4) if options.quick else (MICROBATCHES, 20)
+    microbatches, rounds = (QUICK_MICROBATCHES, 4) if options.quick else (MICROBATCHES, 16)
     add(report, run_ranks(measure, STAGES, microbatches, rounds, timeout_s=1800)[0])
     return report.finish(as_json=options.json)
 

@@ -141,7 +141,7 @@ def emulate(
     """Run steady iterations of one pipeline group, the cases in turn, each round in other order.
 
     Args:
-        profile: Times and links of the emulated device, for a model without self-conditioning.
+        profile: Times and links of the emulated devices, for a model without self-conditioning.
         cases: Plans made from `profile`, for groups of one size, one stage per device.
         rounds: Iterations of each case. Jitter differs by round, not by case.
         scale: Factor on all times; the timelines are as measured.
@@ -180,7 +180,7 @@ def emulate(
     def steps(rank: int) -> dict[str, list[StepTrace]]:
         clock = DeviceClock(scale=0.0)
         transport = EmulatedTransport(hub, rank, clock, profile.p2p.host_us)
-        device = _Device(profile, cases, rank, transport, clock, reductions)
+        device = _Device(profile.on(rank), cases, rank, transport, clock, reductions)
         for name in [*cases, *cases]:  # programs are lowered, the first batch is encoded: no time
             ready()
             device.step(name, 0, 0.0)

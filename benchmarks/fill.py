@@ -259,7 +259,7 @@ def main() -> int:
         fill_emulated.run(
             report,
             options.emulate,
-            rounds=options.rounds or (2 if options.quick else 8),
+            rounds=options.rounds or (2 if options.quick else 7),
             scale=options.scale or (1.0 if options.quick else 2.0),
         )
         return report.finish(as_json=options.json)

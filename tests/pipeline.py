@@ -30,11 +30,12 @@ def make_plan(
     schedule: str = "1f1b",
     groups: int = 1,
     replicas: Sequence[int] | None = None,
+    shares: Sequence[tuple[int, ...]] | None = None,
     fills: tuple[Fill, ...] = (),
 ) -> Plan:
     """A plan with explicit cuts: stage i holds layers ``[cuts[i-1], cuts[i])``.
 
-    ``replicas[i]`` devices of a group share stage i.
+    ``replicas[i]`` devices of a group share stage i, by weights ``shares[i]``.
     """
     backbone = graph.backbones[0]
     borders = [0, *cuts, len(backbone.layers)]
@@ -47,7 +48,13 @@ def make_plan(
         profile_digest="test",
         groups=default_groups(num_devices * groups, num_devices),
         stages=tuple(
-            Stage(backbone=backbone.name, start=borders[i], stop=borders[i + 1], devices=homes[i])
+            Stage(
+                backbone=backbone.name,
+                start=borders[i],
+                stop=borders[i + 1],
+                devices=homes[i],
+                shares=() if shares is None else shares[i],
+            )
             for i in range(num_stages)
         ),
         num_microbatches=num_microbatches,
@@ -135,6 +142,7 @@ def run_pipeline(
     coins: Sequence[bool] | None = None,
     after_step: Callable[[int, RankOutcome], None] | None = None,
     accumulate: int = 1,
+    training: bool = True,
 ) -> list[RankOutcome]:
     """Run ``batches[step][rank]`` on every rank; gradients are left in the parameters."""
     world = plan.world_size
@@ -155,7 +163,7 @@ def run_pipeline(
         session = open_session(spec, graph, plan, rank, hub.transport(rank), reducers.get(rank))
         parameters = [p for s in session.stages.values() for p in s.parameters]
         outcome = outcomes[rank] = RankOutcome([], spec, parameters)
-        for step, loss in enumerate(steps(session, batches, filled, coins, accumulate)):
+        for step, loss in enumerate(steps(session, batches, filled, coins, accumulate, training)):
             outcome.loss_sums.append(loss)
             if after_step is not None:
                 after_step(step, outcome)
@@ -170,6 +178,7 @@ def steps(
     filled: bool = False,
     coins: Sequence[bool] | None = None,
     accumulate: int = 1,
+    training: bool = True,
 ) -> Iterator[float]:
     """Run one rank's share of ``batches[step][rank]``; yields the sum of its samples' losses."""
     rank, ranks = session.rank, session.plan.groups[session.group]
@@ -184,7 +193,8 @@ def steps(
             next_batch=None if following is None else following[rank],
             next_sizes=None if following is None else tuple(_rows(following[r]) for r in ranks),
             self_conditioned=bool(coins and coins[step]),
-            reduce=last,
+            training=training,
+            reduce=last and training,
         )
         if last:
             session.wait_reduction()

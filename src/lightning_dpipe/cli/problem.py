@@ -94,7 +94,10 @@ def problem_elsewhere(config: DictConfig) -> Problem:
         raise DPipeError("a plan of a ready profile needs world_size=N (or trainer.devices=N)")
     if cluster is not None:
         cluster = shrunk(cluster, world_size)
-    options = _options(config, world_size)
+    spec = None if OmegaConf.is_missing(config.model, "_target_") else meta_spec(config)
+    ready = None if config.profile is None else ready_profile(str(config.profile))
+    num_backbones = len(ready.graph.backbones) if ready else len(spec.backbones) if spec else 1
+    options = searching(_options(config, world_size), num_backbones)
     setting = Setting(
         world_size=world_size,
         batch_size=_batch_size(config),
@@ -103,8 +106,7 @@ def problem_elsewhere(config: DictConfig) -> Problem:
         autocast=None,
         fill=fills_bubbles(config),
     )
-    spec = None if OmegaConf.is_missing(config.model, "_target_") else meta_spec(config)
-    profile = _profile(config, cluster, spec, options, setting)
+    profile = _profile(cluster, spec, ready, options, setting)
     conditioning = None if spec is None else spec.self_conditioning
     place = f"{world_size} x {profile.device}"
     if cluster is not None:
@@ -174,20 +176,19 @@ def estimate(
 
 
 def _profile(
-    config: DictConfig,
     cluster: Cluster | None,
     spec: PipelineSpec | None,
+    profile: Profile | None,
     options: PlanOptions,
     setting: Setting,
 ) -> Profile:
-    if config.profile is None:
+    if profile is None:
         assert cluster is not None
         if spec is None:
             raise DPipeError(
                 "nothing chooses the model; give recipe=NAME, model._target_= or profile=FILE"
             )
         return estimate(spec, cluster, options, setting)
-    profile = ready_profile(str(config.profile))
     if cluster is not None and profile.device != cluster.device.name:
         raise ProfileError(
             f"the profile is of {profile.device}, {cluster.name} has {cluster.device.name}; "
@@ -222,7 +223,7 @@ def _graph(spec: PipelineSpec, profile: Profile) -> ModelGraph:
 
 
 def _options(config: DictConfig, world_size: int) -> PlanOptions:
-    """What the user fixed; the rest is searched for."""
+    """What the user fixed."""
     strategy = build_strategy(config, world_size)
     if not isinstance(strategy, DiffusionPipeStrategy):
         raise DPipeError(
@@ -230,12 +231,12 @@ def _options(config: DictConfig, world_size: int) -> PlanOptions:
         )
     if strategy.options.profile is not None:
         raise DPipeError("strategy.profile is for training; use profile=FILE to plan from one")
-    return searching(strategy.options)
+    return strategy.options
 
 
-def searching(options: PlanOptions) -> PlanOptions:
-    """Options that leave to the search what nobody gave."""
-    if options.cuts is not None:
+def searching(options: PlanOptions, num_backbones: int) -> PlanOptions:
+    """Options that leave to the search what nobody gave; it knows one backbone."""
+    if options.cuts is not None or num_backbones > 1:
         return options
     stages, microbatches = options.num_stages, options.num_microbatches
     return replace(

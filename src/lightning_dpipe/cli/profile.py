@@ -46,7 +46,8 @@ def measured(prepared: Prepared) -> Profile:
     """Measure with a progress bar, or read what an earlier run of the same sizes has measured."""
     spec, setting = prepared.module.spec, prepared.setting
     graph = trace(spec, autocast=setting.autocast, device=setting.device)
-    samples = sizes_to_measure(graph, searching(prepared.options), setting)
+    options = searching(prepared.options, len(graph.backbones))
+    samples = sizes_to_measure(graph, options, setting)
     with tqdm(total=1 + sum(map(len, samples.values())), unit="part", leave=False) as bar:
 
         def progress(text: str) -> None:

@@ -15,6 +15,7 @@ from lightning_dpipe.core.timeline import Timeline
 from lightning_dpipe.planning.auto import Progress, search
 from lightning_dpipe.planning.baselines import Alternative, compare, useful_ratio
 from lightning_dpipe.planning.explain import Limit, limits, reasons
+from lightning_dpipe.planning.mixed import search_mixed
 from lightning_dpipe.planning.schedules.of_plan import schedule_of
 from lightning_dpipe.planning.search import make_plan
 from lightning_dpipe.planning.traffic import Traffic, traffic
@@ -55,7 +56,7 @@ def solve(problem: Problem, progress: Progress | None = None, plan: Plan | None 
             probability=problem.probability,
             network=problem.network,
         )
-        found = search(
+        found = (search_mixed if base.kinds else search)(
             base,
             world_size=problem.world_size,
             batch_size=problem.batch_size,

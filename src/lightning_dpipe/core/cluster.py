@@ -83,8 +83,9 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """`nodes` equal machines of `devices_per_node` devices.
+    """`nodes` machines of `devices_per_node` devices, all alike unless `node_kinds` says otherwise.
 
+    ``node_kinds[n]`` is the kind of node n's devices: 0 is `device`, k is ``others[k - 1]``.
     `inside` is one transfer between two devices of a node, `between` one between two nodes while
     nothing else is on the network (a single one may not use every card); all devices of a node
     share `nic_bytes_per_s`, each way.
@@ -97,9 +98,18 @@ class Cluster:
     inside: Link
     between: Link
     nic_bytes_per_s: int
+    others: tuple[Device, ...] = ()
+    node_kinds: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_positive(f"cluster {self.name!r}", self)
+        kinds = 1 + len(self.others)
+        known = sorted(set(self.node_kinds)) == list(range(kinds))
+        if (self.others or self.node_kinds) and not (known and len(self.node_kinds) == self.nodes):
+            raise ClusterError(
+                f"node_kinds of cluster {self.name!r} is {self.node_kinds} for {self.nodes} nodes "
+                f"and {kinds} kinds of devices; name the kind of every node, and each kind"
+            )
         for name in ("inside", "between"):
             link = getattr(self, name)
             where = f"link {name} of cluster {self.name!r}"
@@ -112,8 +122,10 @@ class Cluster:
         Raises:
             ClusterError: A field is missing, unknown or out of range; the message names it.
         """
-        _check_fields("the cluster", cls, data, optional=())
-        _check_fields("its device", Device, data["device"], optional=())
+        _check_fields("the cluster", cls, data, optional=("others", "node_kinds"))
+        for number, device in enumerate((data["device"], *data.get("others", ()))):
+            where = f"its device of kind {number}" if number else "its device"
+            _check_fields(where, Device, device, optional=())
         for name in ("inside", "between"):
             _check_fields(f"its link {name!r}", Link, data[name], optional=_FREE)
         made: Cluster = from_data(cls, data)
@@ -123,6 +135,11 @@ class Cluster:
     def world_size(self) -> int:
         """All devices."""
         return self.nodes * self.devices_per_node
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """The kind of every rank's device, empty where all are alike (`Profile.kinds`)."""
+        return tuple(kind for kind in self.node_kinds for _ in range(self.devices_per_node))
 
     def node_of(self, rank: int) -> int:
         """The node of a global rank.

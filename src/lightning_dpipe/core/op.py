@@ -23,6 +23,10 @@ class OpKind(str, Enum):
     S = "S"
 
 
+FORWARDS = (OpKind.F, OpKind.S)
+"""What a step without training runs."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Op:
     """Identity of one op; prints as ``2F0``: stage 2, forward, microbatch 0."""

@@ -4,6 +4,7 @@ It is made once (on rank 0 or offline), saved as JSON, and its digest is compare
 before the first step. It holds no times: those are the Profile's.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_dpipe.core.errors import PlanError
@@ -13,13 +14,42 @@ from lightning_dpipe.core.origin import Origin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Layers ``[start, stop)`` of a backbone on `devices`, one per replica of the stage."""
+    """Layers ``[start, stop)`` of a backbone on `devices`, one per replica of the stage.
+
+    `shares` are whole-number weights by which the devices split the rows of each micro-batch (see
+    `split_by_shares`); empty: equally.
+    """
 
     backbone: str
     start: int
     stop: int
     devices: tuple[int, ...]
     recompute: bool = False
+    shares: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.shares and (len(self.shares) != len(self.devices) or min(self.shares) < 1):
+            raise PlanError(
+                f"shares {self.shares} of the stage on devices {self.devices}; give one whole "
+                "number of at least 1 per device, or none for equal shares"
+            )
+
+    def split(self, rows: int) -> tuple[int, ...]:
+        """Rows of a micro-batch for each of the stage's devices."""
+        if not self.shares:
+            return split_sizes(rows, len(self.devices))
+        return split_by_shares(rows, self.shares)
+
+    def most_rows(self, device: int, rows: int) -> int:
+        """At least as many rows of any `rows` as the device works on, rounded up."""
+        shares = self.shares or (1,) * len(self.devices)
+        return -(-rows * shares[self.devices.index(device)] // sum(shares))
+
+    def rows_on(self, device: int, rows: int) -> tuple[int, int]:
+        """The half-open range of a micro-batch's rows that one of its devices works on."""
+        parts, at = self.split(rows), self.devices.index(device)
+        first = sum(parts[:at])
+        return first, first + parts[at]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +168,23 @@ def split_sizes(total: int, parts: int) -> tuple[int, ...]:
     """Sizes of `tensor_split`: the first ``total % parts`` parts get one more."""
     base, extra = divmod(total, parts)
     return tuple(base + (i < extra) for i in range(parts))
+
+
+def split_by_shares(total: int, shares: Sequence[int]) -> tuple[int, ...]:
+    """Split in proportion to whole-number weights, by largest remainders, earlier ones first.
+
+    Nobody goes without as long as there is one for each: the largest parts give, the least share
+    first. Equal weights give `split_sizes`.
+    """
+    weight = sum(shares)
+    parts = [total * share // weight for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda i: -(total * shares[i] % weight))
+    for i in by_remainder[: total - sum(parts)]:
+        parts[i] += 1
+    while total >= len(parts) and 0 in parts:
+        parts[max(range(len(parts)), key=lambda i: (parts[i], -shares[i]))] -= 1
+        parts[parts.index(0)] += 1
+    return tuple(parts)
 
 
 def default_groups(world_size: int, num_devices: int) -> tuple[tuple[int, ...], ...]:

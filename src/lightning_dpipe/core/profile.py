@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from lightning_dpipe.core.errors import ProfileError
@@ -58,14 +58,26 @@ class Link:
         return self.latency_us + -(-num_bytes * 1_000_000 // self.bytes_per_s) if num_bytes else 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceCosts:
+    """What differs between the kinds of devices of one world."""
+
+    device: str
+    costs: tuple[ComponentCost, ...]
+    memory_bytes: int | None = None
+    fill_us: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """All costs of one model on one kind of device.
+    """All costs of one model on one kind of device, or on several (`core.fleet`).
 
     `overhead_us` is what an iteration costs beside its ops (loop, logging, loss exchange),
     `fill_us` what starting one piece of frozen work costs beside its layers (Python, launches,
-    keeping the rows).
-    `estimated` marks times that were computed (roofline) rather than measured.
+    keeping the rows). `estimated` marks times that were computed (roofline) rather than measured.
+    `kinds[r]` is the kind of global rank r: 0 is this profile's own device, k is
+    ``others[k - 1]``; empty where all ranks are alike. Every cost that a method of this class
+    returns is that of kind 0.
     """
 
     graph: ModelGraph
@@ -79,6 +91,40 @@ class Profile:
     memory_bytes: int | None = None
     estimated: bool = False
     versions: Mapping[str, str] = field(default_factory=dict)
+    others: tuple[DeviceCosts, ...] = ()
+    kinds: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        wrong = [kind for kind in self.kinds if not 0 <= kind <= len(self.others)]
+        if wrong:
+            raise ProfileError(
+                f"a rank is of kind {wrong[0]}, but the profile knows {1 + len(self.others)} kinds "
+                "of devices; number them from 0"
+            )
+
+    def on(self, rank: int) -> "Profile":
+        """The profile of a global rank's own kind of device."""
+        return self.of_kind(self.kinds[rank]) if self.kinds else self
+
+    def of_kind(self, kind: int) -> "Profile":
+        """The profile of a world of this kind of device only."""
+        return self._of_kinds[kind]
+
+    @cached_property
+    def _of_kinds(self) -> tuple["Profile", ...]:
+        if not self.kinds:
+            return (self,)
+        alone = replace(self, others=(), kinds=())
+        return alone, *(
+            replace(
+                alone,
+                device=x.device,
+                costs=x.costs,
+                memory_bytes=x.memory_bytes,
+                fill_us=x.fill_us,
+            )
+            for x in self.others
+        )
 
     @cached_property
     def _by_name(self) -> dict[str, ComponentCost]:

@@ -12,6 +12,7 @@ deliver encoded samples of this or the next batch from the rank that encoded the
 from dataclasses import dataclass
 from enum import Enum
 
+from lightning_dpipe.core.buckets import BASE
 from lightning_dpipe.core.op import Op
 
 
@@ -232,7 +233,8 @@ class StepShape:
 
     `sizes[d]` is the local batch size of the group's device `d`, `next_sizes` that of the batch
     to encode ahead (None: nothing is). `encoded` says that this batch was encoded in the step
-    before. Programs without `training` are forward only.
+    before. Programs without `training` are forward only. `bucket` and `next_bucket` are the
+    classes of per-sample shapes of the two batches (`core.buckets`).
     """
 
     sizes: tuple[int, ...]
@@ -241,6 +243,8 @@ class StepShape:
     self_conditioned: bool = False
     training: bool = True
     reduce: bool = True
+    bucket: str = BASE
+    next_bucket: str = BASE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,8 @@ Out:    batches of image float32 ``[batch, 3, size, size]`` in ``[-1, 1]``, inpu
 """
 
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 
@@ -15,7 +16,9 @@ import lightning as L
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_dpipe.core.buckets import BASE
 from lightning_dpipe.core.errors import DataError
+from lightning_dpipe.data.buckets import BucketBatchSampler, image_bucket
 from lightning_dpipe.data.captions import CaptionedImage, Columns, Missing, read_captions
 from lightning_dpipe.data.images import decode_image
 from lightning_dpipe.models.parts import Source, clip_tokens
@@ -47,7 +50,9 @@ class ImageFolderDataModule(L.LightningDataModule):
         broken_images: ``error``, or ``skip``: the next good image stands in, the same on every
             rank, and each broken file is named once in the log.
         num_workers: Loader processes per device.
-        drop_last: Drop a short last training batch instead of training on it.
+        drop_last: Drop a short last training batch (of each class) instead of training on it.
+        buckets: More shape classes for training beside the square: (height, width) by name. An
+            image is of the class whose aspect ratio is nearest; validation keeps to the square.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class ImageFolderDataModule(L.LightningDataModule):
         broken_images: Broken | str = Broken.ERROR,
         num_workers: int = 2,
         drop_last: bool = False,
+        buckets: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         super().__init__()
         self.folder = Path(folder)
@@ -79,6 +85,8 @@ class ImageFolderDataModule(L.LightningDataModule):
         self.broken = Broken(broken_images)
         self.num_workers = num_workers
         self.drop_last = drop_last
+        self.sides = {BASE: (size, size)}
+        self.sides |= {name: (high, wide) for name, (high, wide) in (buckets or {}).items()}
         self._splits: tuple[_Images, _Images] | None = None
 
     @property
@@ -96,17 +104,31 @@ class ImageFolderDataModule(L.LightningDataModule):
         if self._splits is None:
             train, validation = self._read()
             log.info("%d images to train on, %d held out", len(train), len(validation))
-            self._splits = (self._dataset(train), self._dataset(validation))
+            self._splits = (
+                self._dataset(train, [self._bucket(image) for image in train]),
+                self._dataset(validation, [BASE] * len(validation)),
+            )
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """Shuffled; Lightning puts in the distributed sampler."""
+        images, workers = self._split(0), self.num_workers
+        if len(self.sides) > 1:
+            sampler = BucketBatchSampler(
+                images.buckets, self.batch_size, drop_last=self.drop_last, seed=_seed()
+            )
+            return DataLoader(
+                images,
+                batch_sampler=sampler,
+                num_workers=workers,
+                persistent_workers=workers > 0,
+            )
         return DataLoader(
-            self._split(0),
+            images,
             batch_size=self.batch_size,
             shuffle=True,
-            num_workers=self.num_workers,
+            num_workers=workers,
             drop_last=self.drop_last,
-            persistent_workers=self.num_workers > 0,
+            persistent_workers=workers > 0,
         )
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
@@ -135,18 +157,40 @@ class ImageFolderDataModule(L.LightningDataModule):
     def _captions(self, name: str) -> Sequence[CaptionedImage]:
         return read_captions(self.folder / name, columns=self.columns, missing=self.missing)
 
-    def _dataset(self, images: Sequence[CaptionedImage]) -> "_Images":
+    def _bucket(self, image: CaptionedImage) -> str:
+        """Class of an image; one that cannot be opened is met again when it is decoded."""
+        if len(self.sides) == 1:
+            return BASE
+        try:
+            return image_bucket(image.path, self.sides)
+        except DataError:
+            if self.broken is Broken.ERROR:
+                raise
+            return BASE
+
+    def _dataset(self, images: Sequence[CaptionedImage], buckets: Sequence[str]) -> "_Images":
         tokens = clip_tokens(self.source, [i.caption for i in images], self.num_tokens)
-        return _Images(images, tokens, self.size, self.broken)
+        return _Images(images, tokens, buckets, self.sides, self.broken)
+
+
+def _seed() -> int:
+    """The seed of `seed_everything`, as Lightning's own distributed sampler takes it."""
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
 class _Images(Dataset[dict[str, Tensor]]):
     def __init__(
-        self, images: Sequence[CaptionedImage], tokens: Tensor, size: int, broken: Broken
+        self,
+        images: Sequence[CaptionedImage],
+        tokens: Tensor,
+        buckets: Sequence[str],
+        sides: Mapping[str, tuple[int, int]],
+        broken: Broken,
     ) -> None:
         self.images = images
+        self.buckets = buckets
         self._tokens = tokens
-        self._size = size
+        self._sides = sides
         self._broken = broken
         self._named: set[int] = set()
 
@@ -157,7 +201,7 @@ class _Images(Dataset[dict[str, Tensor]]):
         for step in range(len(self)):
             at = (index + step) % len(self)
             try:
-                return self._decoded(at)
+                return self._decoded(at, self._sides[self.buckets[index]])
             except DataError as error:
                 if self._broken is Broken.ERROR:
                     raise
@@ -166,12 +210,12 @@ class _Images(Dataset[dict[str, Tensor]]):
                     log.warning("%s; the next image stands in for it", error)
         raise DataError(f"none of {len(self)} images can be decoded; the log names each of them")
 
-    def _decoded(self, index: int) -> dict[str, Tensor]:
+    def _decoded(self, index: int, sides: tuple[int, int]) -> dict[str, Tensor]:
         image = self.images[index]
         sample = {
-            "image": decode_image(image.path, self._size),
+            "image": decode_image(image.path, sides),
             "input_ids": self._tokens[index],
         }
         if image.hint is not None:
-            sample["hint"] = (decode_image(image.hint, self._size) + 1) / 2
+            sample["hint"] = (decode_image(image.hint, sides) + 1) / 2
         return sample

@@ -1,6 +1,6 @@
 """Image files.
 
-In:     the path of an image. Out: float32 ``[3, size, size]`` in ``[-1, 1]``.
+In:     the path of an image. Out: float32 ``[3, height, width]`` in ``[-1, 1]``.
 
 ``Image.convert("RGB")`` alone damages files without a word: transparent pixels show their hidden
 colour, rotations in EXIF are lost, 16-bit grey and float pictures come out black or white. Here
@@ -21,8 +21,10 @@ _SIXTEEN_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
 _EIGHT_BIT_MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "CMYK", "YCbCr")
 
 
-def decode_image(path: Path, size: int) -> Tensor:
-    """Decode one image: crop to the centre square, resize, scale; ``[3, size, size]``.
+def decode_image(path: Path, size: int | tuple[int, int]) -> Tensor:
+    """Decode one image: crop to the centre, resize, scale; ``[3, height, width]``.
+
+    `size` is (height, width), or the side of a square.
 
     Raises:
         DataError: The file cannot be decoded, or the range of its values is not known.
@@ -41,8 +43,9 @@ def decode_image(path: Path, size: int) -> Tensor:
             f"{path} has mode {picture.mode!r}, whose values have no agreed range; convert it to "
             "8-bit RGB first, for it would come out black or white"
         )
-    square = ImageOps.fit(_on_white(picture), (size, size), Image.Resampling.LANCZOS)
-    pixels = np.array(square, dtype=np.float32) / 127.5 - 1.0
+    height, width = (size, size) if isinstance(size, int) else size
+    fitted = ImageOps.fit(_on_white(picture), (width, height), Image.Resampling.LANCZOS)
+    pixels = np.array(fitted, dtype=np.float32) / 127.5 - 1.0
     return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
 
 

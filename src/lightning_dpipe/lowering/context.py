@@ -1,17 +1,17 @@
 """What all passes of a lowering share: the plan's structure, and who has which rows of what.
 
-A stage on several devices splits each micro-batch's rows among them in device order; a message
-carries the rows that its sender has and its receiver needs.
+A stage on several devices splits each micro-batch's rows among them in device order, by the
+stage's shares; a message carries the rows that its sender has and its receiver needs.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
 
 from lightning_dpipe.core.crossings import Crossing, crossings, stage_of_layer, stage_reads
-from lightning_dpipe.core.graph import ModelGraph
-from lightning_dpipe.core.op import Op, OpKind
-from lightning_dpipe.core.plan import Plan, split_sizes
-from lightning_dpipe.core.program import BufferSpec, Channel, Lane, Message, StepShape
+from lightning_dpipe.core.graph import ModelGraph, Value
+from lightning_dpipe.core.op import FORWARDS, Op
+from lightning_dpipe.core.plan import Plan
+from lightning_dpipe.core.program import BufferSpec, Channel, Lane, Message, StepShape, When
 from lightning_dpipe.core.schedule import Schedule
 from lightning_dpipe.lowering.rows import BatchLayout
 
@@ -21,7 +21,7 @@ Rows = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Lowering:
-    """One group's lowering for one shape class."""
+    """One group's lowering for one shape class; `next_graph` is the next batch's, if another."""
 
     plan: Plan
     schedule: Schedule
@@ -29,6 +29,7 @@ class Lowering:
     shape: StepShape
     ranks: tuple[int, ...]
     layout: BatchLayout
+    next_graph: ModelGraph | None = None
 
     @cached_property
     def _shares(self) -> dict[tuple[int, tuple[int, ...]], tuple[Rows, ...]]:
@@ -40,7 +41,7 @@ class Lowering:
         if self.shape.training:
             return self.schedule.orders
         return tuple(
-            tuple(op for op in order if op.kind is OpKind.F) for order in self.schedule.orders
+            tuple(op for op in order if op.kind in FORWARDS) for order in self.schedule.orders
         )
 
     @cached_property
@@ -77,14 +78,11 @@ class Lowering:
         """A device's rows of every micro-batch of a layout (of this batch or the next)."""
         if (device, layout.sizes) not in self._shares:
             stages = self.plan.stages_on(device)
-            devices = self.devices_of(stages[0]) if stages else ()
-            found = []
-            for microbatch in range(layout.num_microbatches):
-                parts = split_sizes(layout.rows(microbatch), max(len(devices), 1))
-                at = devices.index(device) if devices else 0
-                first = sum(parts[:at])
-                found.append((first, first + parts[at]) if devices else (0, 0))
-            self._shares[device, layout.sizes] = tuple(found)
+            stage = self.plan.stages[stages[0]] if stages else None
+            self._shares[device, layout.sizes] = tuple(
+                (0, 0) if stage is None else stage.rows_on(device, layout.rows(microbatch))
+                for microbatch in range(layout.num_microbatches)
+            )
         return self._shares[device, layout.sizes]
 
     def common(self, one: int, other: int, microbatch: int) -> Rows | None:
@@ -105,7 +103,12 @@ class Lowering:
         """Directed edge between two devices of the group."""
         return Channel(source=self.ranks[source], target=self.ranks[target], lane=lane)
 
-    def buffer(self, value: int, rows: int) -> BufferSpec:
+    def known(self, value: int, when: When) -> Value:
+        """A value as it is in this batch or the next one."""
+        graph = self.graph if when is When.THIS else self.next_graph or self.graph
+        return graph.values[value]
+
+    def buffer(self, value: int, rows: int, when: When = When.THIS) -> BufferSpec:
         """Buffer for `rows` samples of a value."""
-        known = self.graph.values[value]
+        known = self.known(value, when)
         return BufferSpec(shape=(rows, *known.shape), dtype=known.dtype)

@@ -169,7 +169,7 @@ class DeviceEmitter:
             sources = low.devices_of(low.writer_of(value))
             return self._arrive((op.kind, value, m), value, m, sources, out)
         if graph.feedback is not None and value == graph.feedback.writes:
-            if op.kind is OpKind.F and low.shape.self_conditioned and low.shape.training:
+            if op.kind is OpKind.F and low.shape.self_conditioned:
                 last = loss_stage(graph, low.plan.stages, graph.feedback.backbone)
                 return self._arrive(("feedback", value, m), value, m, low.devices_of(last), out)
             return self._zeros(value, m, out)

@@ -175,7 +175,9 @@ class EncodeEmitter:
         low = self.low
         if not low.readers_on(target, value):
             return ()
-        return cut.chunks(owner, low.shares(target, cut), low.graph.values[value].bytes_per_sample)
+        when = When.NEXT if cut is self.next_layout else When.THIS
+        num_bytes = low.known(value, when).bytes_per_sample
+        return cut.chunks(owner, low.shares(target, cut), num_bytes)
 
     def _posts(self, cut: BatchLayout, runs: Sequence[Run], when: When) -> list[Instruction]:
         """Receives of what other devices send; `receive` puts them in the senders' order."""
@@ -205,7 +207,7 @@ class EncodeEmitter:
         )
 
     def _message(self, source: int, t: _Transfer, when: When) -> Message:
-        spec = self.low.buffer(t.value, t.last - t.first)
+        spec = self.low.buffer(t.value, t.last - t.first, when)
         guest = "" if t.owner == source else f"@{t.owner}"
         return Message(
             channel=self.low.channel(source, t.target, Lane.ROWS),

@@ -18,7 +18,13 @@ from lightning_dpipe.lowering.rows import layout
 
 
 def lower(
-    plan: Plan, schedule: Schedule, graph: ModelGraph, shape: StepShape, *, group: int = 0
+    plan: Plan,
+    schedule: Schedule,
+    graph: ModelGraph,
+    shape: StepShape,
+    *,
+    group: int = 0,
+    next_graph: ModelGraph | None = None,
 ) -> tuple[Program, ...]:
     """Make the programs of one pipeline group for one shape class.
 
@@ -28,6 +34,7 @@ def lower(
         graph: The model's values and layers.
         shape: Batch sizes and variant, see `StepShape`.
         group: Which of the plan's groups.
+        next_graph: That of the next batch, if its values have other shapes.
 
     Returns:
         One program per device, in device order.
@@ -48,6 +55,7 @@ def lower(
         shape=shape,
         ranks=ranks,
         layout=layout(shape.sizes, ranks, plan.num_microbatches),
+        next_graph=next_graph,
     )
     emitted = [DeviceEmitter(lowering, device).emit() for device in range(len(ranks))]
     programs = []

@@ -5,12 +5,13 @@ name and writes tensors by name; later layers see the last one written under a n
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_dpipe.core.buckets import BASE
 from lightning_dpipe.core.errors import SpecError
 
 DRAW_KEY = "draw_key"
@@ -122,7 +123,9 @@ class Field:
 class PipelineSpec:
     """A model as the engine sees it. `inputs` declares the batch's fields, so no data is needed.
 
-    `loss` is one Loss, or one per backbone by name when there are several.
+    `loss` is one Loss, or one per backbone by name when there are several. `shapes` declares more
+    shape classes (aspect-ratio buckets) beside `inputs`, which is class "base": by class name the
+    per-sample shapes of the fields that differ, and of what self-conditioning writes.
     """
 
     inputs: Mapping[str, Field]
@@ -130,6 +133,79 @@ class PipelineSpec:
     loss: Loss | Mapping[str, Loss]
     frozen: tuple[FrozenComponent, ...] = field(default=())
     self_conditioning: SelfConditioning | None = None
+    shapes: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        sc = self.self_conditioning
+        known = set(self.inputs) | ({sc.writes} if sc is not None else set())
+        seen: dict[tuple[tuple[int, ...], ...], str] = {}
+        for name in self.buckets:
+            unknown = sorted(set(self.shapes.get(name, ())) - known)
+            if unknown:
+                raise SpecError(
+                    f"shape class {name!r} declares a shape of {unknown[0]!r}; shapes can be given "
+                    f"for: {', '.join(sorted(known))}"
+                )
+            shapes = tuple(f.shape for f in self.in_bucket(name).inputs.values())
+            if shapes in seen:
+                raise SpecError(
+                    f"shape classes {seen[shapes]!r} and {name!r} give every batch field the same "
+                    f"shape, so no batch could tell which one it is; leave one out"
+                )
+            seen[shapes] = name
+
+    @property
+    def buckets(self) -> tuple[str, ...]:
+        """Names of all shape classes, the base first.
+
+        Raises:
+            SpecError: A declared class has the base's name.
+        """
+        if BASE in self.shapes:
+            raise SpecError(f"shape class {BASE!r} is what `inputs` declares; rename yours")
+        return (BASE, *self.shapes)
+
+    def in_bucket(self, name: str) -> "PipelineSpec":
+        """The same model with one class's shapes as its only ones.
+
+        Raises:
+            SpecError: No such class is declared.
+        """
+        if name not in self.buckets:
+            raise SpecError(f"no shape class {name!r}; declared are {', '.join(self.buckets)}")
+        if not self.shapes:
+            return self
+        given = self.shapes.get(name, {})
+        inputs = {n: replace(f, shape=tuple(given.get(n, f.shape))) for n, f in self.inputs.items()}
+        sc = self.self_conditioning
+        if sc is not None:
+            sc = replace(sc, shape=tuple(given.get(sc.writes, sc.shape)))
+        return replace(self, inputs=inputs, self_conditioning=sc, shapes={})
+
+    def bucket_of(self, fields: Mapping[str, Tensor]) -> str:
+        """The class of a batch, ``fields[name]`` being ``[batch, ...]``.
+
+        Raises:
+            SpecError: No class has these shapes; field, shape and the known classes are named.
+        """
+        found = {n: tuple(fields[n].shape[1:]) for n in self.inputs if n in fields}
+        declared = {
+            b: {n: f.shape for n, f in self.in_bucket(b).inputs.items()} for b in self.buckets
+        }
+        for bucket, shapes in declared.items():
+            if all(shapes[name] == shape for name, shape in found.items()):
+                return bucket
+        alone = [n for n, shape in found.items() if shape not in (s[n] for s in declared.values())]
+        names = alone[:1] or sorted(n for n in found if any(n in s for s in self.shapes.values()))
+        known = "; ".join(
+            f"{bucket}: {', '.join(f'{n} {shapes[n]}' for n in names)}"
+            for bucket, shapes in declared.items()
+        )
+        raise SpecError(
+            f"batch field{'s' if len(names) > 1 else ''} with per-sample shape "
+            f"{', '.join(f'{n!r} {found[n]}' for n in names)} belong to no shape class of the spec "
+            f"({known}); change the data, `PipelineSpec.inputs` or `PipelineSpec.shapes`"
+        )
 
     def losses(self) -> dict[str, Loss]:
         """Loss by backbone name.

@@ -59,6 +59,7 @@ class Space:
     "paper" each configuration has one cut, that of least T_max, and the best of those that are
     simulated is taken; the bound is still one on all plans. `network` changes the
     profile's links with the number of devices of a pipeline: one that leaves a node sees others.
+    `max_shares` are the splits of rows tried for a stage on devices of several kinds (None: all).
     """
 
     num_stages: int | None = None
@@ -74,6 +75,7 @@ class Space:
     close: float = 1e-4
     objective: str = "simulated"
     network: Network | None = None
+    max_shares: int | None = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,17 +89,18 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Config:
+class Config:
     """One way to cut the batch into micro-batches and the backbone into a number of stages.
 
     `bound_us` holds for all its chains; `chains` yields those below a limit that may fall.
-    `profile` has the links that its pipelines see.
+    `profile` has the links that its pipelines see. `plan` makes a chain a plan, else `plan_of`.
     """
 
     profile: Profile
     cutting: Cutting
     bound_us: float
     chains: Callable[[Callable[[], float]], Chains]
+    plan: Callable[[Plan, Cutting, tuple[Stage, ...]], Plan] | None = None
 
 
 def search(
@@ -107,8 +110,17 @@ def search(
     batch_size: int,
     space: Space | None = None,
     progress: Progress | None = None,
+    configs: Iterable[Config] | None = None,
 ) -> Found:
     """Find the plan with the shortest expected iteration.
+
+    Args:
+        profile: Costs of the model on one kind of device.
+        world_size: All ranks.
+        batch_size: Samples per device.
+        space: What may be chosen.
+        progress: Called after each plan that was simulated.
+        configs: What to choose from, by default everything that the space allows (but see `mixed`).
 
     Raises:
         PlanError: No plan fits the numbers, the model or the memory.
@@ -125,12 +137,14 @@ def search(
         batch_size=batch_size,
         schedule=space.schedules[0],
     )
-    queue = _Queue(_configs(profile, space, world_size, batch_size, hidden=filler is not None))
+    if configs is None:
+        configs = _configs(profile, space, world_size, batch_size, hidden=filler is not None)
+    queue = _Queue(configs)
     best: Plan | None = None
     best_us, tried, at = float("inf"), 0, 0
     for config, stages in queue:
         seen = config.profile
-        plan = in_order(plan_of(base, config.cutting, stages), seen)
+        plan = in_order((config.plan or plan_of)(base, config.cutting, stages), seen)
         tried += 1
         if expected_bound_us(plan, seen, space.probability, filled=filler) < queue.limit_us:
             if filler is not None:
@@ -180,7 +194,7 @@ class _Queue:
     that could still win, the least bound first. Nothing at or above `limit_us` could. Data
     parallelism comes before all rounds: it is simulated at once, and rules out many others."""
 
-    def __init__(self, configs: Iterable[_Config]) -> None:
+    def __init__(self, configs: Iterable[Config]) -> None:
         self.limit_us = self._left_out_us = float("inf")
         self._heap: list[_Entry] = [
             (
@@ -202,7 +216,7 @@ class _Queue:
         coming_us = min((entry[1] for entry in self._heap), default=self.limit_us)
         return min(coming_us, self._left_out_us, self.limit_us)
 
-    def __iter__(self) -> Iterator[tuple[_Config, tuple[Stage, ...]]]:
+    def __iter__(self) -> Iterator[tuple[Config, tuple[Stage, ...]]]:
         while self._heap:
             turn, bound_us, ticket, config, chains, stages = heapq.heappop(self._heap)
             if bound_us >= self.limit_us:
@@ -215,7 +229,7 @@ class _Queue:
             self._push(turn + 1, ticket, config, chains)
             yield config, stages
 
-    def _push(self, turn: int, ticket: int, config: _Config, chains: Chains) -> None:
+    def _push(self, turn: int, ticket: int, config: Config, chains: Chains) -> None:
         following = next(chains, None)
         if following is not None and not following[1]:
             self._left_out_us = min(self._left_out_us, following[0])
@@ -224,14 +238,19 @@ class _Queue:
             heapq.heappush(self._heap, (turn, bound_us, ticket, config, chains, stages))
 
 
-_Entry = tuple[int, float, int, _Config, Chains, tuple[Stage, ...] | None]
+_Entry = tuple[int, float, int, Config, Chains, tuple[Stage, ...] | None]
 """Round, bound, a running number, and the next chain (None: not asked for yet)."""
 
 
 def _configs(
     profile: Profile, space: Space, world_size: int, batch_size: int, *, hidden: bool
-) -> Iterator[_Config]:
+) -> Iterator[Config]:
     """Every combination of devices, micro-batches, stages and schedule that the space allows."""
+    if profile.kinds:
+        raise UnsupportedError(
+            f"the profile has {1 + len(profile.others)} kinds of devices, this search takes them "
+            "to be alike; use mixed.search_mixed, or make_plan"
+        )
     frozen_us = least_frozen_us(FrozenCosts.of(profile, samples=batch_size))
     aim = Aim(
         probability=space.probability,
@@ -256,7 +275,7 @@ def _configs(
                 memory_bytes=profile.memory_bytes,
             )
             for bound_us, chains in pipelines(costs, plain, stages, aim) if stages else ():
-                yield _Config(profile=seen, cutting=plain, bound_us=bound_us, chains=chains)
+                yield Config(profile=seen, cutting=plain, bound_us=bound_us, chains=chains)
             if num_devices == 1 and space.num_stages is None and schedule == space.schedules[0]:
                 yield _buckets(costs, plain, space, frozen_us, hidden=hidden)
 
@@ -268,7 +287,7 @@ def _buckets(
     frozen_us: int,
     *,
     hidden: bool,
-) -> _Config:
+) -> Config:
     """Several stages on one device."""
     bound_us = costs.profile.overhead_us + sum(
         share
@@ -286,7 +305,7 @@ def _buckets(
             if buckets.fits(costs, cutting, stages):
                 yield bound_us, stages
 
-    return _Config(profile=costs.profile, cutting=cutting, bound_us=bound_us, chains=chains)
+    return Config(profile=costs.profile, cutting=cutting, bound_us=bound_us, chains=chains)
 
 
 def group_devices(space: Space, world_size: int) -> list[int]:

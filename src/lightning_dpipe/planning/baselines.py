@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from lightning_dpipe.core.errors import PlanError
+from lightning_dpipe.core.errors import PlanError, UnsupportedError
 from lightning_dpipe.core.plan import Plan, Stage, default_groups
-from lightning_dpipe.core.profile import Profile
+from lightning_dpipe.core.profile import ComponentCost, Profile
 from lightning_dpipe.core.timeline import Activity
-from lightning_dpipe.planning.auto import Network, only_backbone
+from lightning_dpipe.planning.auto import Network
 from lightning_dpipe.planning.backlog import FrozenCosts
 from lightning_dpipe.planning.filling import least_frozen_us
 from lightning_dpipe.planning.paper import paper_plan
@@ -59,13 +59,20 @@ def compare(
 ) -> tuple[Alternative, ...]:
     """The plan, then everything it is measured against.
 
+    Baselines take devices to be alike: of several kinds, all of them wait for the slowest.
+
     Args:
         plan: The plan.
         profile: What it was made of, before `network` changed its links.
         network: See `auto.Space`.
         probability: Share of self-conditioned steps, if the model has them.
     """
-    return tuple(_Judge(plan, profile, network, probability).all())
+    if not profile.kinds:
+        return tuple(_Judge(plan, profile, network, probability).all())
+    ours = tuple(_Judge(plan, profile, network, probability).ours())
+    kinds = map(profile.of_kind, range(1 + len(profile.others)))
+    slowest = max(kinds, key=lambda kind: least_work_us(kind, plan.batch_size))
+    return ours + tuple(_Judge(plan, slowest, network, probability).others())
 
 
 def least_work_us(
@@ -74,20 +81,32 @@ def least_work_us(
     """Least time of a device's share of the batch: each layer at the size with the best rate.
 
     Frozen layers see a local batch at most, trained ones that of a pipeline of `num_devices`.
+    Devices of several kinds have shares with which all end together: the harmonic mean of theirs.
     """
-    cost = profile.component(only_backbone(profile))
-    work = FrozenCosts.of(profile, samples=batch_size)
-    conditioned = sum(share for on, share in variants_of(profile.graph, probability) if on)
-
-    def at(layer: int, n: int) -> float:
-        span = (cost.name, layer, layer + 1, n)
-        return (1 + conditioned) * profile.forward_us(*span) + profile.backward_us(*span)
-
-    trained_us = sum(
-        min(at(layer, n) * batch_size / n for n in range(1, batch_size * num_devices + 1))
-        for layer in range(len(cost.layers))
-    )
-    return least_frozen_us(work) + trained_us
+    if profile.kinds:
+        alone = (
+            least_work_us(
+                profile.on(r), batch_size, num_devices=num_devices, probability=probability
+            )
+            for r in range(len(profile.kinds))
+        )
+        return len(profile.kinds) / sum(1 / max(us, 1e-9) for us in alone)
+    graph = profile.graph
+    conditioned = sum(share for on, share in variants_of(graph, probability) if on)
+    trained_us = 0.0
+    for backbone in graph.backbones:
+        again = conditioned if graph.feedback and graph.feedback.backbone == backbone.name else 0
+        for layer in range(len(backbone.layers)):
+            trained_us += min(
+                (
+                    (1 + again) * profile.forward_us(backbone.name, layer, layer + 1, n)
+                    + profile.backward_us(backbone.name, layer, layer + 1, n)
+                )
+                * batch_size
+                / n
+                for n in range(1, batch_size * num_devices + 1)
+            )
+    return least_frozen_us(FrozenCosts.of(profile, samples=batch_size)) + trained_us
 
 
 def useful_ratio(
@@ -120,14 +139,20 @@ class _Judge:
     ) -> None:
         self.plan, self.profile, self.network = plan, profile, network
         self.probability = probability
-        self.backbone = only_backbone(profile)
+        self.backbones = tuple(c.name for c in profile.graph.backbones)
         self.world_size, self.batch_size = plan.world_size, plan.batch_size
 
     def all(self) -> Iterator[Alternative]:
+        yield from self.ours()
+        yield from self.others()
+
+    def ours(self) -> Iterator[Alternative]:
         plan = self.plan
         yield self._planned("plan", "this plan", plan)
         if plan.fills:
             yield self._planned("plan_unfilled", "this plan, unfilled", replace(plan, fills=()))
+
+    def others(self) -> Iterator[Alternative]:
         for name, label, fill in (
             ("pipeline_unfilled", "1F1B, unfilled", False),
             ("paper", "DiffusionPipe's planner", True),
@@ -144,7 +169,7 @@ class _Judge:
         return self.profile if self.network is None else self.network(self.profile, num_devices)
 
     def _paper(self, fill: bool) -> Plan | None:
-        """DiffusionPipe's plan of two stages or more; None where the world has none."""
+        """DiffusionPipe's plan of two stages or more; None where the world or model has none."""
         try:
             return paper_plan(
                 self.profile,
@@ -154,13 +179,13 @@ class _Judge:
                 fill=fill,
                 network=self.network,
             ).plan
-        except PlanError:  # a prime world, or stages that do not fit: there is no such row
-            return None
+        except (PlanError, UnsupportedError):
+            return None  # a prime world, stages that do not fit, several backbones: no such row
 
     def _planned(self, name: str, label: str, plan: Plan) -> Alternative:
         seen = self._seen(plan.num_devices)
-        stages, replicas = len(plan.stages), plan.world_size // len(plan.stages)
-        detail = f"{stages} stages x {replicas}"
+        stages = len(plan.stages) // len(plan.chains)
+        detail = f"{stages} stages x {plan.world_size // stages}"
         if plan.num_devices == 1:
             detail = f"{self.world_size} replicas"
         if plan.num_microbatches > 1:
@@ -175,21 +200,23 @@ class _Judge:
     def _data_parallel(self, bucket_bytes: int | None, saved_bytes: int = 0) -> Plan:
         """A whole model on each device; the batch in as few parts as memory allows."""
         profile = self._seen(1)
-        count = len(profile.component(self.backbone).layers)
-        ranges: tuple[tuple[int, int], ...] = ((0, count),)
-        if bucket_bytes is not None:
-            ranges = buckets_of(profile, self.backbone, bucket_bytes)
+        stages = []
+        for name in self.backbones:
+            ranges: tuple[tuple[int, int], ...] = ((0, len(profile.component(name).layers)),)
+            if bucket_bytes is not None:
+                ranges = buckets_of(profile, name, bucket_bytes)
+            stages += [
+                Stage(backbone=name, start=start, stop=stop, devices=(0,)) for start, stop in ranges
+            ]
         plan = Plan(
             graph_digest=self.plan.graph_digest,
             profile_digest=self.plan.profile_digest,
             groups=default_groups(self.world_size, 1),
-            stages=tuple(
-                Stage(backbone=self.backbone, start=start, stop=stop, devices=(0,))
-                for start, stop in ranges
-            ),
+            stages=tuple(stages),
             num_microbatches=1,
             batch_size=self.batch_size,
             schedule="1f1b",
+            conditioned=self.plan.conditioned,
         )
         for microbatches in range(1, self.batch_size + 1):
             plan = replace(plan, num_microbatches=microbatches)
@@ -200,19 +227,18 @@ class _Judge:
     def _zero1(self) -> Alternative:
         """On overlapped buckets: half the bytes, 1/N of the optimizer, then the weights' gather."""
         profile, n = self._seen(1), self.world_size
-        cost = profile.component(self.backbone)
-        trained = profile.trained_bytes(self.backbone, 0, len(cost.layers))
+        trained = sum(
+            layer.trained_bytes
+            for name in self.backbones
+            for layer in profile.component(name).layers
+        )
         saved = MOMENTS_PER_WEIGHT * (trained - -(-trained // n))
         plan = self._data_parallel(BUCKET_BYTES, saved)
         ring = profile.allreduce
-        sliced = replace(
-            cost,
-            layers=tuple(replace(x, optimizer_us=-(-x.optimizer_us // n)) for x in cost.layers),
-        )
         scattering = replace(
             profile,
             allreduce=replace(ring, bytes_per_s=2 * ring.bytes_per_s),
-            costs=tuple(sliced if c.name == cost.name else c for c in profile.costs),
+            costs=tuple(_stepping_a_share(cost, n) for cost in profile.costs),
         )
         gather_us = ring.transfer_us(-(-(n - 1) * trained // n))
         base = self._ddp("zero1", "ZeRO-1", plan)
@@ -238,7 +264,7 @@ class _Judge:
             name=name,
             label=label,
             detail=detail,
-            num_stages=len(plan.stages) if plan.num_devices > 1 else 1,
+            num_stages=len(plan.stages) // len(plan.chains) if plan.num_devices > 1 else 1,
             iteration_us=iteration_us,
             samples_per_s=self._samples_per_s(iteration_us),
             peak_bytes=peak,
@@ -252,6 +278,11 @@ class _Judge:
     def _fits(self, num_bytes: int) -> bool | None:
         room = self.profile.memory_bytes
         return None if room is None else num_bytes <= room
+
+
+def _stepping_a_share(cost: ComponentCost, parts: int) -> ComponentCost:
+    layers = tuple(replace(x, optimizer_us=-(-x.optimizer_us // parts)) for x in cost.layers)
+    return replace(cost, layers=layers)
 
 
 def _peak(plan: Plan, profile: Profile) -> int:

@@ -133,7 +133,9 @@ def _extended(
     if parts:
         prefixes = _advanced(variants, prefixes, parts[-1], stages + 1)
         first = parts[-1].stop
-    left = variants[0][1].cutting.num_devices - sum(part.replicas for part in parts)
+    left = variants[0][1].all_devices
+    for part in parts:
+        left = variants[0][1].behind(left, part.replicas)
     for replicas in variants[0][1].replica_choices(stages, left):
         bounds_us = np.zeros(variants[0][1].costs.num_layers + 1)
         for (weight, bounds), prefix in zip(variants, prefixes, strict=True):

@@ -15,7 +15,9 @@ Each holds for every schedule that flushes and keeps one stage a device. path an
 over cuts separately, so the bound of a chain may be below that of any cut: it stays a bound.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -65,7 +67,7 @@ NOTHING = Prefix(own=0.0, before_path=0.0, before_finish=0.0, load=0.0, total=0.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Terms:
+class Terms:
     """Per stage ``[start, stop)``: what the recursion adds up.
 
     `around` stands before and after the path of the stages behind, `first` before their finish.
@@ -84,7 +86,9 @@ class ChainBounds:
 
     `frozen_us` is each device's frozen work; if `hidden` it runs in bubbles and counts as load,
     else it comes first and shifts everything. If `shared` it may move between the devices of a
-    group, and counts as a load of all of them together. `uniform`: one device a stage.
+    group, and counts as a load of all of them together. `uniform`: one device a stage. Numbers of
+    devices and of replicas are only added up and looked up, so that `mixed` can let them stand for
+    more.
     """
 
     def __init__(
@@ -103,21 +107,33 @@ class ChainBounds:
         self.max_stages = min(max_stages, costs.num_layers, cutting.num_devices)
         self.most_replicas = 1 if uniform else min(cutting.num_devices, cutting.sizes[-1])
         self._hops = costs.hops_us(cutting, self.most_replicas)
-        self._tables: dict[tuple[int, int], tuple[StageTable, _Terms]] = {}
-        self._rests = self._all_rests()
+        self._tables: dict[tuple[int, int], tuple[StageTable, Terms]] = {}
 
     def table(self, replicas: int, from_back: int) -> StageTable:
         """Costs of stages `from_back` stages before the end of the pipeline."""
         return self._table_and_terms(replicas, from_back)[0]
 
-    def replica_choices(self, num_stages: int, num_devices: int) -> range:
+    @property
+    def all_devices(self) -> int:
+        """Devices of a whole chain."""
+        return self.cutting.num_devices
+
+    def device_choices(self, num_stages: int) -> Sequence[int]:
+        """Devices that the last `num_stages` stages may have together."""
+        return range(num_stages, self.all_devices + 1)
+
+    def behind(self, num_devices: int, replicas: int) -> int:
+        """Devices left when a stage has taken its own."""
+        return num_devices - replicas
+
+    def replica_choices(self, num_stages: int, num_devices: int) -> Sequence[int]:
         """Devices the first of `num_stages` stages may have, the others keeping one at least."""
         most = min(num_devices - num_stages + 1, self.most_replicas)
         return range(num_devices if num_stages == 1 else 1, most + 1)
 
     def least_us(self, num_stages: int) -> float:
         """No cut into `num_stages` stages ends the iteration earlier (infinite: none fits)."""
-        rest = self._rests.get((num_stages, self.cutting.num_devices))
+        rest = self._rests.get((num_stages, self.all_devices))
         if rest is None:
             return float("inf")
         mean_us = float(self._mean_us(rest.total)[0])
@@ -150,7 +166,7 @@ class ChainBounds:
         total = prefix.total + t.total[start]
         finish = path + t.tail[start]
         if num_stages > 1:
-            behind = self._rests.get((num_stages - 1, num_devices - replicas))
+            behind = self._rests.get((num_stages - 1, self.behind(num_devices, replicas)))
             if behind is None:
                 return np.full_like(path, np.inf)
             path = np.maximum(path, t.around[start] + behind.path)
@@ -179,14 +195,15 @@ class ChainBounds:
             total=p.total + float(t.total[start, stop]),
         )
 
-    def _all_rests(self) -> dict[tuple[int, int], Rest]:
+    @cached_property
+    def _rests(self) -> dict[tuple[int, int], Rest]:
         """Dynamic programming from the last stage to the first."""
         rests: dict[tuple[int, int], Rest] = {}
         for num_stages in range(1, self.max_stages + 1):
-            for num_devices in range(num_stages, self.cutting.num_devices + 1):
+            for num_devices in self.device_choices(num_stages):
                 found = []
                 for replicas in self.replica_choices(num_stages, num_devices):
-                    behind = rests.get((num_stages - 1, num_devices - replicas))
+                    behind = rests.get((num_stages - 1, self.behind(num_devices, replicas)))
                     if num_stages == 1 or behind is not None:
                         found.append(self._rest(replicas, num_stages, behind))
                 if found:
@@ -217,21 +234,26 @@ class ChainBounds:
             total=(t.total + behind.total).min(axis=1),
         )
 
-    def _table_and_terms(self, replicas: int, from_back: int) -> tuple[StageTable, _Terms]:
+    def _table_and_terms(self, replicas: int, from_back: int) -> tuple[StageTable, Terms]:
         """Positions differ only where memory is limited."""
         key = (replicas, 0 if self.cutting.memory_bytes is None else from_back)
         if key not in self._tables:
-            t = self.costs.table(self.cutting, replicas=replicas, from_back=from_back)
-            forward_hop, back_hop = self._hops
-            first = t.first + forward_hop
-            hidden_us = self.frozen_us if self.hidden and not self.shared else 0
-            terms = _Terms(
-                work=t.work,
-                around=first + back_hop + t.last,
-                first=first,
-                tail=t.sync + t.step,
-                load=t.work + t.step + hidden_us,
-                total=t.total,
-            )
-            self._tables[key] = (t, terms)
+            self._tables[key] = self._make_terms(replicas, from_back)
         return self._tables[key]
+
+    def _make_terms(self, replicas: int, from_back: int) -> tuple[StageTable, Terms]:
+        t = self.costs.table(self.cutting, replicas=replicas, from_back=from_back)
+        hidden_us = self.frozen_us if self.hidden and not self.shared else 0
+        return t, self._terms(t, t.work + t.step + hidden_us)
+
+    def _terms(self, t: StageTable, load: Array) -> Terms:
+        forward_hop, back_hop = self._hops
+        first = t.first + forward_hop
+        return Terms(
+            work=t.work,
+            around=first + back_hop + t.last,
+            first=first,
+            tail=t.sync + t.step,
+            load=load,
+            total=t.total,
+        )

@@ -8,6 +8,7 @@ Out:    text, and `Limit`s: shares of the device time that are not useful work. 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from lightning_dpipe.core.fleet import device_profiles
 from lightning_dpipe.core.plan import Plan, split_sizes
 from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.core.timeline import PIPELINE, Activity, Timeline
@@ -53,7 +54,7 @@ def explain(plan: Plan, profile: Profile) -> str:
 def stage_table(plan: Plan, profile: Profile) -> str:
     """One line a stage: layers, times of a micro-batch, weights, devices, first and last layer."""
     rows = max(split_sizes(plan.batch_size * plan.num_devices, plan.num_microbatches))
-    prefix = len(plan.chains) > 1
+    prefix, own = len(plan.chains) > 1, device_profiles(plan, profile)
     lines = ["stage  layers     forward    backward   parameters  devices    from .. to"]
     for i, s in enumerate(plan.stages):
         span = (s.backbone, s.start, s.stop)
@@ -61,13 +62,16 @@ def stage_table(plan: Plan, profile: Profile) -> str:
         names = [layer.name for layer in profile.graph.component(s.backbone).layers]
         owner = f"{s.backbone}." if prefix else ""
         suffix = " recompute" if s.recompute else ""
-        samples = -(-rows // len(s.devices))
+        shares = [(own[d], n) for d, n in zip(s.devices, s.split(rows), strict=True)]
+        homes = ", ".join(map(str, s.devices))
+        if s.shares:
+            homes += f" by {':'.join(map(str, s.shares))}"
         lines.append(
             f"{i:>5}  {f'{s.start}:{s.stop}':<9}"
-            f"{profile.forward_us(*span, samples) / 1e3:>6.2f} ms"
-            f"{profile.backward_us(*span, samples) / 1e3:>9.2f} ms"
+            f"{max(p.forward_us(*span, n) for p, n in shares) / 1e3:>6.2f} ms"
+            f"{max(p.backward_us(*span, n) for p, n in shares) / 1e3:>9.2f} ms"
             f"{sum(c.param_bytes for c in costs) / 1e6:>10.2f} MB"
-            f"  {', '.join(map(str, s.devices)):<9}"
+            f"  {homes:<9}"
             f"  {owner}{names[s.start]} .. {names[s.stop - 1]}{suffix}"
         )
     return "\n".join(lines)
@@ -260,9 +264,11 @@ def reasons(
     plan, by_name = alternatives[0], {a.name: a for a in alternatives}
     lines = []
     if num_plans is not None and bound_us is not None:
+        first = f"It is the fastest of {num_plans} plans that were simulated"
+        if num_plans == 1:
+            first = "It is the first plan that was simulated, the one of the lowest bound"
         lines.append(
-            f"It is the fastest of {num_plans} plans that were simulated; no plan that was left "
-            f"out can end before {bound_us / 1e3:.2f} ms "
+            f"{first}; no plan that was left out can end before {bound_us / 1e3:.2f} ms "
             f"({_percent(plan.iteration_us / max(bound_us, 1) - 1)} sooner)."
         )
     if given:

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lightning_dpipe.core.fills import Run
+from lightning_dpipe.core.fleet import kinds_in_groups
 from lightning_dpipe.core.plan import Fill, Plan
 from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.core.program import StepShape
@@ -72,23 +73,23 @@ def fill(
         PlanError: The plan does not fit the schedule.
         ScheduleError: The schedule would deadlock.
     """
-    work = FrozenCosts.of(profile, samples=plan.batch_size)
-    if not work.layers:
+    works = _works(plan, profile)
+    if not works[0].layers:
         return ()
     problem = Problem(
         graph=task_graph(plan, schedule, profile, _encoded_shape(plan, schedule)),
-        work=work,
+        works=works,
         deliveries=Deliveries(
             plan=plan, profile=profile, sizes=(plan.batch_size,) * plan.num_devices
         ),
     )
     best = _best_placement(problem, problem.at_home, partial=partial)
-    if move and partial and plan.num_devices > 1:
+    if move and partial and plan.num_devices > 1 and not profile.kinds:
         best = _best_move(problem, best)
     return tuple(
         replace(fill, self_conditioned=self_conditioned)
         for (device, num_done), pieces in sorted(best.slots.items())
-        for fill in work.fills(
+        for fill in works[device].fills(
             pieces, device, schedule.orders[device][num_done - 1] if num_done else None
         )
     )
@@ -103,13 +104,15 @@ def lower_bound_us(plan: Plan, profile: Profile, *, self_conditioned: bool = Fal
     """
     schedule = schedule_of(plan, self_conditioned=self_conditioned)
     graph = task_graph(plan, schedule, profile, _encoded_shape(plan, schedule))
-    frozen_us = least_frozen_us(FrozenCosts.of(profile, samples=plan.batch_size))
+    frozen_us = list(map(least_frozen_us, _works(plan, profile)))
     clock = Clock(graph)
-    total_us = sum(graph.optimizer_us) + graph.num_devices * frozen_us
+    loads_us = [a + b for a, b in zip(graph.optimizer_us, frozen_us, strict=True)]
     for task in graph.tasks:
         clock.run(task)
-        total_us += task.length_us
-    return max(clock.end_us(), -(-total_us // graph.num_devices) + graph.overhead_us)
+        loads_us[task.device] += task.length_us
+    # Devices of several kinds keep their samples.
+    load_us = max(loads_us) if profile.kinds else -(-sum(loads_us) // graph.num_devices)
+    return max(clock.end_us(), load_us + graph.overhead_us)
 
 
 def least_frozen_us(work: FrozenCosts) -> int:
@@ -119,6 +122,15 @@ def least_frozen_us(work: FrozenCosts) -> int:
     for i in range(len(work.layers)):
         total_us += min(-(-work.cost_us(i, n) * b // n) for n in range(1, b + 1))
     return total_us
+
+
+def _works(plan: Plan, profile: Profile) -> tuple[FrozenCosts, ...]:
+    """Per device: its frozen work, at the costs of its kind."""
+    kinds = kinds_in_groups(plan, profile)
+    by_kind = {
+        kind: FrozenCosts.of(profile.of_kind(kind), samples=plan.batch_size) for kind in set(kinds)
+    }
+    return tuple(by_kind[kind] for kind in kinds)
 
 
 def _encoded_shape(plan: Plan, schedule: Schedule) -> StepShape:
@@ -232,5 +244,5 @@ def _floor_us(problem: Problem, runs: tuple[Run, ...]) -> int:
         for load_us, host_us in zip(problem.loads_us, problem.deliveries.host_us(runs), strict=True)
     ]
     for run in runs:
-        loads_us[run.device] += problem.work.chain_us(run.last - run.first)
+        loads_us[run.device] += problem.works[run.device].chain_us(run.last - run.first)
     return max(problem.path_us, *loads_us)

@@ -13,7 +13,7 @@ last. Four bounds hold for every schedule that flushes:
            its two reductions run one after the other.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -177,7 +177,7 @@ class PairBounds:
         """Borders of both directions."""
         return self.directions.down.num_layers + 1, self.directions.up.num_layers + 1
 
-    def replica_choices(self, num_positions: int, num_devices: int) -> range:
+    def replica_choices(self, num_positions: int, num_devices: int) -> Sequence[int]:
         """Devices the first of `num_positions` positions may have."""
         return self.down.replica_choices(num_positions, num_devices)
 

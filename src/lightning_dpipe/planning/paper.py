@@ -9,7 +9,7 @@ Source: DiffusionPipe (arXiv 2405.01248), sections 4 and 5: for every S, M and D
 
 from dataclasses import dataclass, replace
 
-from lightning_dpipe.core.errors import PlanError
+from lightning_dpipe.core.errors import PlanError, UnsupportedError
 from lightning_dpipe.core.jsonio import digest
 from lightning_dpipe.core.plan import Plan, default_groups, split_sizes
 from lightning_dpipe.core.profile import Profile
@@ -57,8 +57,13 @@ def paper_plan(
 
     Raises:
         PlanError: No plan fits the numbers, the model or the memory.
-        UnsupportedError: The model has several backbones.
+        UnsupportedError: The model has several backbones, or devices are of several kinds.
     """
+    if profile.kinds:
+        raise UnsupportedError(
+            f"DiffusionPipe's planner takes all devices to be alike, the profile has "
+            f"{1 + len(profile.others)} kinds; use make_plan"
+        )
     variants = variants_of(profile.graph, probability)
     probability = sum(share for conditioned, share in variants if conditioned)
     base = Plan(

@@ -12,6 +12,7 @@ Ours differs in that a device only encodes its own samples: sizes are per device
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from lightning_dpipe.core.fleet import device_profiles
 from lightning_dpipe.core.plan import Fill, Plan
 from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.core.schedule import Schedule
@@ -46,7 +47,10 @@ def paper_fill(
     work = FrozenCosts.of(profile, samples=plan.batch_size)
     shape = replace(steady_shape(plan, schedule), encoded=True, next_sizes=None)
     timeline = simulate(replace(plan, fills=()), schedule, profile, shape=shape)
-    chains = [_Chains(work) for _ in range(plan.num_devices)]
+    chains = [
+        _Chains(FrozenCosts.of(own, samples=plan.batch_size))
+        for own in device_profiles(plan, profile)
+    ]
     fills: list[list[Fill]] = [[] for _ in chains]
     for bubble in sorted(bubbles(timeline), key=lambda b: (b.start_us, b.device)):
         if bubble.length_us >= min_bubble_us:

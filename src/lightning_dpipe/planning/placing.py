@@ -33,8 +33,13 @@ class Problem:
     """What is to be filled with what; the same for all walks."""
 
     graph: TaskGraph
-    work: FrozenCosts
+    works: tuple[FrozenCosts, ...]
     deliveries: Deliveries
+
+    @property
+    def work(self) -> FrozenCosts:
+        """That of the first device: of all, where devices are alike."""
+        return self.works[0]
 
     @cached_property
     def at_home(self) -> tuple[Run, ...]:
@@ -106,7 +111,7 @@ class _Walk:
         for run in sorted(runs, key=lambda r: r.owner != r.device):
             self.backlogs[run.device].append(
                 Backlog(
-                    problem.work,
+                    problem.works[run.device],
                     partial=run.device not in rule.whole,
                     order=rule.order,
                     rows=(run.first, run.last),
@@ -151,7 +156,7 @@ class _Walk:
         self.slots.setdefault((device, self.num_done[device]), []).extend(pieces)
         self.clock.free_us[device] = at_us + spent_us
         home = device if backlog.owner is None else backlog.owner
-        work, last = self.problem.work, None
+        work, last = self.problem.works[device], None
         for piece in pieces:
             new = last is None or not work.prolongs(piece, last)
             at_us += work.cost_us(piece.layer, piece.last - piece.first) + new * work.fill_us

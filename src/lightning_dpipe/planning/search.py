@@ -17,6 +17,7 @@ from lightning_dpipe.core.origin import origin_of
 from lightning_dpipe.core.plan import Plan, Stage, default_groups, split_sizes
 from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.planning.auto import Progress, Space, search
+from lightning_dpipe.planning.mixed import search_mixed
 from lightning_dpipe.planning.opposite import Cuts, num_stages_of, opposite_stages, with_lengths
 from lightning_dpipe.planning.schedules.of_plan import schedule_of
 from lightning_dpipe.planning.variants import SELF_CONDITIONING, filler_of, with_fills
@@ -65,20 +66,25 @@ def make_plan(
             given number of stages, and in a search goes by the simulated iteration.
         progress: Called during a search, see `auto.Progress`.
 
+    On devices of several kinds (`Profile.kinds`) who serves which stage, and with which share of
+    the rows, is always searched for; `num_stages` are then stages, on any number of devices.
+
     Raises:
         PlanError: The numbers do not fit each other or the model.
         ScheduleError: The schedule is unknown.
-        UnsupportedError: A backbone reads what another one writes.
+        UnsupportedError: A backbone reads what another one writes; or devices are of several kinds
+            and the model has several backbones, or `objective` is given.
     """
     filler = filler_of(fill)
-    if "auto" in (num_stages, num_microbatches) or objective != "simulated":
-        if num_microbatches is None and num_stages != "auto":
+    mixed = bool(profile.kinds)
+    if mixed or "auto" in (num_stages, num_microbatches) or objective != "simulated":
+        if num_microbatches is None and num_stages != "auto" and not mixed:
             num_microbatches = _usual_microbatches(num_stages or world_size, batch_size)
-        space = space_of(num_stages, num_microbatches, world_size, cuts)
+        space = space_of(num_stages, num_microbatches, world_size, cuts, mixed=mixed)
         space = replace(
             space, schedules=(schedule,), fill=fill, probability=probability, objective=objective
         )
-        found = search(
+        found = (search_mixed if mixed else search)(
             profile, world_size=world_size, batch_size=batch_size, space=space, progress=progress
         )
         log.info(
@@ -140,6 +146,8 @@ def space_of(
     num_microbatches: int | Auto | None,
     world_size: int,
     cuts: Cuts | None = None,
+    *,
+    mixed: bool = False,
 ) -> Space:
     """What "auto" leaves to the search.
 
@@ -148,14 +156,17 @@ def space_of(
     """
     if cuts is not None:
         given = dict(cuts) if isinstance(cuts, Mapping) else tuple(cuts)
-        raise PlanError(
-            f'cuts={given} fix the stages, which "auto" or another objective would choose; '
-            "give num_microbatches as a number and no objective, or no cuts"
-        )
+        by = '"auto" or another objective'
+        remedy = "give num_microbatches as a number and no objective, or no cuts"
+        if mixed:
+            by, remedy = "the speeds of several kinds of devices", "give no cuts"
+        raise PlanError(f"cuts={given} fix the stages, which {by} would choose; {remedy}")
     fixed = num_microbatches if isinstance(num_microbatches, int) else None
     if num_stages == "auto":
         return Space(num_microbatches=fixed)
     num_stages = world_size if num_stages is None else num_stages
+    if mixed:
+        return Space(num_stages=num_stages, num_microbatches=fixed)
     return Space(num_stages=num_stages, group_devices=num_stages, num_microbatches=fixed)
 
 

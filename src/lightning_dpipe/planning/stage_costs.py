@@ -229,8 +229,12 @@ class BackboneCosts:
     def held_bytes(self, cutting: Cutting, replicas: int, from_back: int) -> tuple[Array, Array]:
         """Activations of every stage at their peak: kept, and computed again."""
         rows = [-(-size // replicas) for size in cutting.sizes[: cutting.in_flight(from_back)]]
+        return self.held_bytes_of(rows)
+
+    def held_bytes_of(self, rows: Sequence[int]) -> tuple[Array, Array]:
+        """The same, with micro-batches of so many rows in flight, in any order."""
         kept: Array = np.sum([self.at("activation_bytes", r) for r in rows], axis=0)
-        return kept, sum(rows) * self.input_bytes + self.at("activation_bytes", rows[0])
+        return kept, sum(rows) * self.input_bytes + self.at("activation_bytes", max(rows))
 
 
 def _spans(costs: NDArray[np.int64]) -> Array:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from lightning_dpipe.core.fleet import fleet, kinds_in_groups
 from lightning_dpipe.core.op import OpKind
 from lightning_dpipe.core.plan import Plan, Stage, split_sizes
 from lightning_dpipe.core.profile import ComponentCost, Profile
@@ -23,11 +24,24 @@ K = TypeVar("K", bound=Hashable)
 def calibrate(profile: Profile, plan: Plan, timelines: Sequence[Timeline]) -> Profile:
     """Scale the times of what the timelines show; what they do not show keeps its times.
 
+    Devices of several kinds learn from the spans of their own kind only.
+
     Args:
         profile: Times to correct.
         plan: What ran, at its full batch size.
         timelines: Measured steps; more of them give steadier medians.
     """
+    if profile.kinds:
+        kinds = kinds_in_groups(plan, profile)
+        learnt = []
+        for kind in range(1 + len(profile.others)):
+            own = [
+                replace(t, spans=tuple(s for s in t.spans if kinds[s.device] == kind))
+                for t in timelines
+            ]
+            learnt.append(calibrate(profile.of_kind(kind), plan, own))
+        overhead_us = _overhead_us(profile, timelines)
+        return replace(fleet(learnt, profile.kinds), overhead_us=overhead_us)
     costs = {cost.name: cost for cost in profile.costs}
     for index, stage in enumerate(plan.stages):
         forward = _stage_factor(profile, plan, index, (OpKind.F, OpKind.S), timelines)
@@ -59,11 +73,11 @@ def _stage_factor(
     cost = profile.backward_us if OpKind.B in kinds else profile.forward_us
     measured = profiled = 0.0
     spans = (s for t in timelines for s in t.spans)
-    for op, lengths in _by_key(spans, lambda s: s.op).items():
+    for (device, op), lengths in _by_key(spans, lambda s: (s.device, s.op)).items():
         if op is not None and op.stage == index and op.kind in kinds:
-            share = -(-rows[op.microbatch] // len(stage.devices))
+            first, last = stage.rows_on(device, rows[op.microbatch])
             measured += statistics.median(lengths)
-            profiled += cost(stage.backbone, stage.start, stage.stop, share)
+            profiled += cost(stage.backbone, stage.start, stage.stop, last - first)
     return measured / profiled if profiled else 1.0
 
 
@@ -85,7 +99,15 @@ def _optimizer_factor(
     profile: Profile, plan: Plan, index: int, timelines: Sequence[Timeline]
 ) -> float:
     """Measured over profiled optimizer time of the device that holds a stage, 1 if unknown."""
-    device = plan.stages[index].devices[0]
+    # Replicas of a stage step alike; of several kinds only some are in these timelines.
+    device = next(
+        (
+            d
+            for d in plan.stages[index].devices
+            if any(_updates(s, d) for t in timelines for s in t.spans)
+        ),
+        plan.stages[index].devices[0],
+    )
     steps = [s.length_us for t in timelines for s in t.spans if _updates(s, device)]
     profiled = sum(
         profile.optimizer_us(s.backbone, s.start, s.stop)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_dpipe.core.cluster import Cluster, Device
 from lightning_dpipe.core.errors import ProfileError
+from lightning_dpipe.core.fleet import fleet
 from lightning_dpipe.core.graph import ComponentKind, ModelGraph
 from lightning_dpipe.core.profile import ComponentCost, LayerCost, Profile
 from lightning_dpipe.models.binding import bind
@@ -74,7 +75,8 @@ def roofline_profile(
 ) -> Profile:
     """Estimate the costs of a model on a cluster's devices.
 
-    Links are those inside a node for messages, and one ring over all nodes for gradients.
+    Links are those inside a node for messages, and one ring over all nodes for gradients. A cluster
+    of several kinds of devices gives a profile of as many.
 
     Args:
         model: What `count_model` counted.
@@ -85,18 +87,22 @@ def roofline_profile(
         ProfileError: A component has no sizes, or launches other kernels for other sizes.
         ClusterError: The device's peak for a dtype that the model computes in is not known.
     """
-    return Profile(
-        graph=model.graph,
-        costs=_costs(model, cluster.device, samples),
-        p2p=cluster.inside,
-        allreduce=cluster.ring(cluster.nodes),
-        device=cluster.device.name,
-        dtype=model.dtype,
-        fill_us=_LAUNCHES_PER_FILL * cluster.device.launch_us if model.graph.frozen else 0,
-        memory_bytes=cluster.device.memory_bytes,
-        estimated=True,
-        versions=tool_versions(),
-    )
+    profiles = [
+        Profile(
+            graph=model.graph,
+            costs=_costs(model, device, samples),
+            p2p=cluster.inside,
+            allreduce=cluster.ring(cluster.nodes),
+            device=device.name,
+            dtype=model.dtype,
+            fill_us=_LAUNCHES_PER_FILL * device.launch_us if model.graph.frozen else 0,
+            memory_bytes=device.memory_bytes,
+            estimated=True,
+            versions=tool_versions(),
+        )
+        for device in (cluster.device, *cluster.others)
+    ]
+    return fleet(profiles, cluster.kinds or (0,) * cluster.world_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

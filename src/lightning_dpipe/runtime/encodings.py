@@ -2,7 +2,7 @@
 
 They are this rank's own rows, rows that other devices deliver, and rows of others encoded here.
 Two banks alternate: while the step reads one, the next batch's rows are written into the other.
-Receive buffers and partial outputs are kept from step to step as long as shapes do not change.
+Receive buffers and partial outputs are kept from step to step, as large as any batch needed them.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_dpipe.core.errors import SpecError
 from lightning_dpipe.core.graph import ModelGraph
 from lightning_dpipe.core.program import Message
+from lightning_dpipe.runtime.pool import reshaped
 from lightning_dpipe.runtime.transport import Handle, torch_dtype
 
 
@@ -28,8 +29,15 @@ class Encodings:
         self._consumed: dict[tuple[int, int], int] = {}
         self.sizes: tuple[int, ...] = ()
 
-    def begin(self, fields: Mapping[int, Tensor], sizes: tuple[int, ...]) -> None:
+    def begin(
+        self,
+        fields: Mapping[int, Tensor],
+        sizes: tuple[int, ...],
+        graph: ModelGraph | None = None,
+    ) -> None:
         """Start a batch: forget the last one, take this rank's batch fields (by value).
+
+        `graph` is that of the batch's shape class; by default as in the batch before.
 
         Raises:
             SpecError: A field's shape or dtype is not what the spec declares.
@@ -38,6 +46,7 @@ class Encodings:
         self._pending.clear()
         self._consumed.clear()
         self.sizes = sizes
+        self._graph = graph or self._graph
         rows = sizes[self._own]
         for value, tensor in fields.items():
             known = self._graph.values[value]
@@ -103,9 +112,9 @@ class Encodings:
 
     def _buffer(self, value: int, device: int, rows: int) -> Tensor:
         known = self._graph.values[value]
-        shape, dtype = (rows, *known.shape), torch_dtype(known.dtype)
+        num_bytes = rows * known.bytes_per_sample
         kept = self._buffers.get((value, device))
-        if kept is None or tuple(kept.shape) != shape:
-            kept = torch.empty(shape, dtype=dtype, device=self._device)
+        if kept is None or kept.numel() < num_bytes:
+            kept = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             self._buffers[(value, device)] = kept
-        return kept
+        return reshaped(kept, (rows, *known.shape), known.dtype)

@@ -31,10 +31,11 @@ from lightning_dpipe.core.program import (
 from lightning_dpipe.core.timeline import Activity, FrozenWork
 from lightning_dpipe.runtime.encodings import Encodings
 from lightning_dpipe.runtime.frozen import FrozenRunner
+from lightning_dpipe.runtime.pool import BufferPool
 from lightning_dpipe.runtime.reduce import Reducer
 from lightning_dpipe.runtime.stage import DrawContext, Saved, StageRunner
 from lightning_dpipe.runtime.trace import ACTIVITY, StepTrace, Tracer
-from lightning_dpipe.runtime.transport import Handle, Transport, torch_dtype
+from lightning_dpipe.runtime.transport import Handle, Transport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +115,9 @@ class Engine:
         self._reducer = reducer
         self.tracer = tracer
         self.position = ""
+        self.buffers = BufferPool(device)
         cuda = device.type == "cuda"
         self._aside = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
-        self._buffers: dict[int, tuple[Tensor, ...]] = {}
         self._scales: dict[tuple[int, float], Tensor] = {}
 
     def run(self, program: Program, inputs: StepInputs) -> StepResult:
@@ -130,7 +131,7 @@ class Engine:
             program=program,
             inputs=inputs,
             slots=[None] * program.num_slots,
-            buffers=self._buffers_of(program),
+            buffers=self.buffers.of(program),
         )
         if self.tracer is not None:
             self.tracer.begin()
@@ -311,14 +312,6 @@ class Engine:
         if key not in self._scales:
             self._scales[key] = torch.full_like(loss, value)
         return self._scales[key]
-
-    def _buffers_of(self, program: Program) -> tuple[Tensor, ...]:
-        if id(program) not in self._buffers:
-            self._buffers[id(program)] = tuple(
-                torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=self._device)
-                for spec in program.buffers
-            )
-        return self._buffers[id(program)]
 
 
 def _apart(tensor: Tensor, inputs: Mapping[int, Tensor]) -> Tensor:

@@ -16,7 +16,7 @@ from functools import cached_property
 from lightning_dpipe.core.crossings import stage_reads
 from lightning_dpipe.core.fills import MIN_CHUNK_BYTES, Run
 from lightning_dpipe.core.op import OpKind
-from lightning_dpipe.core.plan import Plan
+from lightning_dpipe.core.plan import Plan, Stage
 from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.simulation.clock import Clock, Task
 
@@ -37,13 +37,13 @@ class Deliveries:
     sizes: tuple[int, ...]
 
     @cached_property
-    def readers(self) -> Mapping[int, tuple[tuple[int, int], ...]]:
-        """Side input -> (device, replicas of its stage) of each device whose stages read it."""
-        found: dict[int, dict[int, int]] = {v: {} for v in self.profile.graph.side_inputs}
+    def readers(self) -> Mapping[int, tuple[tuple[int, Stage], ...]]:
+        """Side input -> (device, its stage) of each device whose stages read it."""
+        found: dict[int, dict[int, Stage]] = {v: {} for v in self.profile.graph.side_inputs}
         for index, stage in enumerate(self.plan.stages):
             for value in stage_reads(self.profile.graph, self.plan.stages, index):
                 for device in stage.devices if value in found else ():
-                    found[value][device] = len(stage.devices)
+                    found[value][device] = stage
         return {value: tuple(devices.items()) for value, devices in found.items()}
 
     @cached_property
@@ -88,8 +88,8 @@ class Deliveries:
 
     def _host_us(self, value: int, source: int, rows: int) -> int:
         return sum(
-            self._send_us(value, -(-rows // replicas))
-            for target, replicas in self.readers[value]
+            self._send_us(value, stage.most_rows(target, rows))
+            for target, stage in self.readers[value]
             if target != source
         )
 
@@ -134,8 +134,8 @@ class Arrivals:
         rows, size = span[1] - span[0], max(1, self.of.sizes[owner])
         microbatch = span[0] * self.of.plan.num_microbatches // size
         for value in values:
-            for target, replicas in self.of.readers[value]:
-                num_bytes = -(-rows // replicas) * known[value].bytes_per_sample
+            for target, stage in self.of.readers[value]:
+                num_bytes = stage.most_rows(target, rows) * known[value].bytes_per_sample
                 if target == device or not num_bytes:
                     continue
                 wire_us = link.transfer_us(num_bytes) - link.latency_us

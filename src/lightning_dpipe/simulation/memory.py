@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from lightning_dpipe.core.crossings import stage_reads
+from lightning_dpipe.core.fleet import device_profiles
 from lightning_dpipe.core.op import Op, OpKind
 from lightning_dpipe.core.plan import Plan, split_sizes
 from lightning_dpipe.core.profile import Profile, interpolate
@@ -41,6 +42,7 @@ def peak_bytes(plan: Plan, schedule: Schedule, profile: Profile) -> tuple[int, .
     """Largest number of bytes each device of a pipeline group holds during one step.
 
     Raises:
+        PlanError: Groups are of unequal speed.
         ProfileError: The profile lacks a component of the plan.
         SpecError: The profile's graph lacks one.
     """
@@ -59,6 +61,7 @@ def peak_memory(plan: Plan, schedule: Schedule, profile: Profile) -> tuple[Devic
         for component in profile.graph.frozen
         for layer in profile.component(component.name).layers
     )
+    profiles = device_profiles(plan, profile)
     sizes = split_sizes(plan.batch_size * plan.num_devices, plan.num_microbatches)
     found = []
     for device, order in enumerate(schedule.orders):
@@ -74,7 +77,7 @@ def peak_memory(plan: Plan, schedule: Schedule, profile: Profile) -> tuple[Devic
                 frozen_bytes=frozen,
                 gradient_bytes=trained,
                 optimizer_bytes=MOMENTS_PER_WEIGHT * trained,
-                activation_bytes=_peak_in_flight(plan, profile, device, order, sizes),
+                activation_bytes=_peak_in_flight(plan, profiles[device], device, order, sizes),
             )
         )
     return tuple(found)
@@ -91,8 +94,9 @@ def _peak_in_flight(
     kept: dict[tuple[int, int], int] = {}
     last = {(op.stage, op.microbatch): op for op in order if op.kind is not OpKind.S}
     for op in order:
-        key, replicas = (op.stage, op.microbatch), plan.stages[op.stage].devices
-        samples = split_sizes(sizes[op.microbatch], len(replicas))[replicas.index(device)]
+        key = (op.stage, op.microbatch)
+        first, last_row = plan.stages[op.stage].rows_on(device, sizes[op.microbatch])
+        samples = last_row - first
         recompute = plan.stages[op.stage].recompute
         added = 0
         if op.kind is OpKind.F and recompute:

@@ -13,13 +13,14 @@ What is modelled, beside the ops and messages of `tasks`:
 * After its last op and leftover fills a device waits for the reduction of its gradients (it starts
   with each stage's last backward, as a ring: 2(n-1)/n of the bytes), then steps its optimizer.
 * All devices end together; the profile's overhead is a HOST span at the end of each.
-The loss is free, and all pipeline groups are taken to be alike.
+Each device takes the times of its own kind. The loss is free, and all pipeline groups are alike.
 """
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
 from lightning_dpipe.core.fills import encoders, fill_slots
+from lightning_dpipe.core.fleet import device_profiles
 from lightning_dpipe.core.op import OpKind
 from lightning_dpipe.core.plan import Fill, Plan
 from lightning_dpipe.core.profile import Profile
@@ -43,7 +44,7 @@ def simulate(
         shape: Batch sizes and variant; full batches in steady state by default.
 
     Raises:
-        PlanError: The shape does not fit the plan.
+        PlanError: The shape does not fit the plan, or groups are of unequal speed.
         ScheduleError: The ops wait for each other in a circle.
     """
     chosen = steady_shape(plan, schedule) if shape is None else shape
@@ -52,7 +53,7 @@ def simulate(
     sizes = chosen.next_sizes or (0,) * plan.num_devices
     deliveries = Deliveries(plan=plan, profile=profile, sizes=sizes)
     arrivals = Arrivals(deliveries, encoders(chain.from_iterable(slots.values()), sizes))
-    walk = _Walk(graph, profile, slots, arrivals)
+    walk = _Walk(graph, device_profiles(plan, profile), slots, arrivals)
     for task in graph.tasks:
         walk.run(task)
     return walk.finish()
@@ -75,11 +76,11 @@ class _Walk:
     def __init__(
         self,
         graph: TaskGraph,
-        profile: Profile,
+        profiles: Sequence[Profile],
         slots: Mapping[tuple[int, int], Sequence[Fill]],
         arrivals: Arrivals,
     ) -> None:
-        self.graph, self.profile, self.slots, self.arrivals = graph, profile, slots, arrivals
+        self.graph, self.profiles, self.slots, self.arrivals = graph, profiles, slots, arrivals
         self.clock = Clock(graph)
         self.num_done = [0] * graph.num_devices
         self.spans: list[Span] = []
@@ -145,8 +146,9 @@ class _Walk:
             start = max(free, self.arrivals.fields_us(device, fill.home))
             self._add(device, free, start, Activity.TRANSFER, f"wait {work}")
             rows = fill.last - fill.first
-            spent = self.profile.forward_us(fill.component, fill.start, fill.stop, rows)
-            end = start + self.profile.fill_us + spent
+            profile = self.profiles[device]
+            spent = profile.forward_us(fill.component, fill.start, fill.stop, rows)
+            end = start + profile.fill_us + spent
             written = self.arrivals.of.written[fill.component][fill.start : fill.stop]
             values = chain.from_iterable(written)
             self.arrivals.encoded(device, fill.home, values, (fill.first, fill.last), end)

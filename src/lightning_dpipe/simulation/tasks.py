@@ -13,7 +13,8 @@ from itertools import accumulate
 
 from lightning_dpipe.core.crossings import crossings, loss_stage, stage_reads
 from lightning_dpipe.core.errors import PlanError, ScheduleError
-from lightning_dpipe.core.op import Op, OpKind
+from lightning_dpipe.core.fleet import kinds_in_groups
+from lightning_dpipe.core.op import FORWARDS, Op, OpKind
 from lightning_dpipe.core.plan import Plan, split_sizes
 from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.core.program import StepShape
@@ -45,7 +46,7 @@ def step_orders(schedule: Schedule, shape: StepShape) -> tuple[tuple[Op, ...], .
     """The ops each device runs: all in training, else the forwards."""
     if shape.training:
         return schedule.orders
-    return tuple(tuple(op for op in order if op.kind is OpKind.F) for order in schedule.orders)
+    return tuple(tuple(op for op in order if op.kind in FORWARDS) for order in schedule.orders)
 
 
 class _Builder:
@@ -57,6 +58,7 @@ class _Builder:
                 "give one size per device and at least one sample per micro-batch"
             )
         self.plan, self.profile, self.shape = plan, profile, shape
+        self.kinds = kinds_in_groups(plan, profile)
         self.orders = step_orders(schedule, shape)
         self.graph = profile.graph
         self.rows = split_sizes(sum(shape.sizes), plan.num_microbatches)
@@ -65,11 +67,11 @@ class _Builder:
         self.host_us: list[int] = []
         self.edges: dict[tuple[int, int, str], int] = {}
         self.waits: dict[tuple[Op, int], list[int]] = {}
-        self.lengths: dict[tuple[int, OpKind, int], int] = {}
+        self.lengths: dict[tuple[int, int, OpKind, int], int] = {}
         self.crossings = crossings(self.graph, plan.stages)
 
     def build(self) -> TaskGraph:
-        plan, profile = self.plan, self.profile
+        plan = self.plan
         first_ops = [order[0] if order else None for order in self.orders]
         queues = [self._prologue(d, first_ops) for d in range(plan.num_devices)]
         # Every op's sends are known before any op's waits are complete: two passes.
@@ -87,22 +89,23 @@ class _Builder:
             sync_us=tuple(self._sync_us(s) if updates else 0 for s in range(len(plan.stages))),
             optimizer_us=tuple(
                 sum(
-                    profile.optimizer_us(stage.backbone, stage.start, stage.stop)
+                    self._profile(d).optimizer_us(stage.backbone, stage.start, stage.stop)
                     for stage in map(plan.stages.__getitem__, plan.stages_on(d))
                 )
                 if updates
                 else 0
                 for d in range(plan.num_devices)
             ),
-            overhead_us=profile.overhead_us,
+            overhead_us=self.profile.overhead_us,
         )
+
+    def _profile(self, device: int) -> Profile:
+        """Costs of a device's own kind."""
+        return self.profile.of_kind(self.kinds[device])
 
     def _row_range(self, stage: int, device: int, microbatch: int) -> tuple[int, int]:
         """Rows of a micro-batch that a replica of a stage works on."""
-        devices = self.plan.stages[stage].devices
-        at = devices.index(device)
-        parts = split_sizes(self.rows[microbatch], len(devices))
-        return sum(parts[:at]), sum(parts[: at + 1])
+        return self.plan.stages[stage].rows_on(device, self.rows[microbatch])
 
     # ---- ops
 
@@ -113,7 +116,7 @@ class _Builder:
                 "frozen work is placed by the plan's fills"
             )
         first, last = self._row_range(op.stage, device, op.microbatch)
-        end_us = self._length_us(op, last - first)
+        end_us = self._length_us(op, device, last - first)
         handed_over = []
         for i in sends:
             end_us += self.host_us[i]
@@ -128,10 +131,10 @@ class _Builder:
             sends=tuple(handed_over),
         )
 
-    def _length_us(self, op: Op, rows: int) -> int:
-        key = (op.stage, op.kind, rows)
+    def _length_us(self, op: Op, device: int, rows: int) -> int:
+        key = (self.kinds[device], op.stage, op.kind, rows)
         if key not in self.lengths:
-            stage, profile = self.plan.stages[op.stage], self.profile
+            stage, profile = self.plan.stages[op.stage], self._profile(device)
             span = (stage.backbone, stage.start, stage.stop, rows)
             again = profile.forward_us(*span) if stage.recompute else 0
             if op.kind in (OpKind.F, OpKind.S):
@@ -254,8 +257,8 @@ class _Builder:
                 label=str(
                     FrozenWork(component=c.name, start=0, stop=len(c.layers), first=0, last=rows)
                 ),
-                length_us=self.profile.fill_us
-                + self.profile.forward_us(c.name, 0, len(c.layers), rows),
+                length_us=self._profile(device).fill_us
+                + self._profile(device).forward_us(c.name, 0, len(c.layers), rows),
             )
             for c in self.graph.frozen
         ]
@@ -271,7 +274,7 @@ class _Builder:
                 continue
             rows: dict[int, int] = {}
             for s in self.plan.stages_on(target):
-                share = -(-self.shape.sizes[device] // len(self.plan.stages[s].devices))
+                share = self.plan.stages[s].most_rows(target, self.shape.sizes[device])
                 for value in stage_reads(self.graph, self.plan.stages, s):
                     if value in values and value in self.graph.side_inputs:
                         rows[value] = max(rows.get(value, 0), share)

@@ -4,16 +4,17 @@ This is the seam between the Lightning side and the runtime; it imports no light
 `dpipe verify`, benchmarks and tests drive exactly what a Trainer drives.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from lightning_dpipe.core.buckets import BASE
 from lightning_dpipe.core.errors import PlanError
 from lightning_dpipe.core.graph import ModelGraph
 from lightning_dpipe.core.jsonio import digest
-from lightning_dpipe.core.plan import Plan
+from lightning_dpipe.core.plan import Fill, Plan
 from lightning_dpipe.core.program import Program, StepShape
 from lightning_dpipe.lowering.channels import plan_channels
 from lightning_dpipe.lowering.lower import lower
@@ -28,11 +29,20 @@ from lightning_dpipe.runtime.trace import Tracer
 from lightning_dpipe.runtime.transport import Transport
 from lightning_dpipe.simulation.check import check_programs, check_schedule
 
+_MOST_PROGRAMS = 1024
+"""Programs kept; a loader whose batches are of ever other sizes must not fill the memory."""
+
+FillsOf = Callable[[str, str], tuple[Fill, ...]]
+"""The fills of a step, by the shape class of its batch and that of the batch to encode ahead."""
+
 
 class PipelineSession:
     """Runs steps of one rank. All ranks of a group must call it alike.
 
     The frozen work of `next_batch` runs inside the step, and the following call finds it encoded.
+    `buckets` are the graphs of the shape classes beside the base, whose graph is `graph`; `fills`
+    gives their steps' fills, by default the plan's own. `last_pair` are the classes of the last
+    step and of the one after it.
     """
 
     def __init__(
@@ -47,6 +57,8 @@ class PipelineSession:
         seed: int,
         reducer: Reducer | None = None,
         trace: bool = False,
+        buckets: Mapping[str, ModelGraph] | None = None,
+        fills: FillsOf | None = None,
     ) -> None:
         if digest(graph) != plan.graph_digest:
             raise PlanError(
@@ -54,6 +66,9 @@ class PipelineSession:
                 "plan again"
             )
         self.graph, self.plan, self.rank = graph, plan, rank
+        self.graphs: dict[str, ModelGraph] = {BASE: graph, **(buckets or {})}
+        self.fills = fills
+        self.last_pair = (BASE, BASE)
         self._inputs = dict(binding.inputs)
         # Draws are made on the host: with their keys on the device each one would wait for it.
         self._on_host = None if binding.draw_key in graph.side_inputs else binding.draw_key
@@ -76,7 +91,7 @@ class PipelineSession:
             tracer=self.tracer if trace else None,
         )
         self._banks = [Encodings(graph, self.position, device) for _ in range(2)]
-        self._ahead: tuple[int, ...] | None = None
+        self._ahead: tuple[str, tuple[int, ...]] | None = None
         self._programs: dict[StepShape, Program] = {}
         transport.open(plan_channels(plan, graph))
 
@@ -101,6 +116,8 @@ class PipelineSession:
         training: bool = True,
         dropout: bool | None = None,
         reduce: bool = True,
+        bucket: str = BASE,
+        next_bucket: str = BASE,
     ) -> StepResult:
         """Run one micro-step of an accumulation window, or one evaluation batch.
 
@@ -115,15 +132,18 @@ class PipelineSession:
             training: False runs forward only and leaves what was encoded ahead alone.
             dropout: Draw in trained layers; default: `training`.
             reduce: Whether gradients are complete after this step (last of the window).
+            bucket: Shape class of the batch.
+            next_bucket: Shape class of the next batch.
 
         Raises:
-            PlanError: The batch has fewer samples than the pipeline needs.
+            PlanError: The batch has fewer samples than the pipeline needs, or its class is unknown.
         """
-        encoded = training and self._ahead is not None
-        if encoded and self._ahead != sizes:
+        ahead_of = self._ahead if training else None
+        encoded = ahead_of is not None
+        if ahead_of is not None and ahead_of != (bucket, sizes):
             raise PlanError(
-                f"encoded ahead for batch sizes {self._ahead}, got {sizes}; call forget() when the "
-                "next batch is not the one that was announced"
+                f"encoded ahead for batch sizes {_batch(*ahead_of)}, got {_batch(bucket, sizes)}; "
+                "call forget() when the next batch is not the one that was announced"
             )
         shape = StepShape(
             sizes=sizes,
@@ -132,15 +152,18 @@ class PipelineSession:
             self_conditioned=self_conditioned,
             training=training,
             reduce=reduce,
+            bucket=bucket,
+            next_bucket=BASE if next_sizes is None else next_bucket,
         )
         program = self.program(shape)
+        self.last_pair = (bucket, bucket if next_sizes is None else next_bucket)
         this = self._banks[0] if training else Encodings(self.graph, self.position, self.device)
         if not encoded:
-            this.begin(self._fields(batch), sizes)
+            this.begin(self._fields(batch), sizes, self.graphs[bucket])
         ahead = None
         if next_sizes is not None:
             ahead = self._banks[1]
-            ahead.begin(self._fields(next_batch or {}), next_sizes)
+            ahead.begin(self._fields(next_batch or {}), next_sizes, self.graphs[next_bucket])
         inputs = StepInputs(
             this=this,
             next=ahead,
@@ -150,7 +173,7 @@ class PipelineSession:
         )
         result = self.engine.run(program, inputs)
         if training:
-            self._ahead = next_sizes
+            self._ahead = None if next_sizes is None else (next_bucket, next_sizes)
             self._banks.reverse()
         return result
 
@@ -166,19 +189,28 @@ class PipelineSession:
     def program(self, shape: StepShape) -> Program:
         """This rank's program for a shape class: lowered and checked once."""
         if shape not in self._programs:
+            if len(self._programs) >= _MOST_PROGRAMS:
+                self._programs.clear()
+                self.engine.buffers.forget()
             self._programs[shape] = self.programs(shape)[self.position]
         return self._programs[shape]
 
     def programs(self, shape: StepShape) -> tuple[Program, ...]:
         """The whole group's programs, checked for legality and deadlock."""
-        plan = self.plan
+        plan, pair = self.plan, (shape.bucket, shape.next_bucket)
+        unknown = [name for name in pair if name not in self.graphs]
+        if unknown:
+            raise PlanError(f"shape class {unknown[0]!r} is none of {', '.join(self.graphs)}")
+        if self.fills is not None and shape.next_sizes is not None and pair != (BASE, BASE):
+            plan = replace(plan, fills=self.fills(*pair))
         total = sum(shape.sizes)
         if total < plan.num_microbatches:
             # A short last batch: as many micro-batches as it has samples.
             plan = replace(plan, num_microbatches=max(total, 1))
         schedule = schedule_of(plan, self_conditioned=shape.self_conditioned)
         check_schedule(schedule, plan, self.graph, self_conditioned=shape.self_conditioned)
-        programs = lower(plan, schedule, self.graph, shape, group=self.group)
+        graph, ahead = self.graphs[shape.bucket], self.graphs[shape.next_bucket]
+        programs = lower(plan, schedule, graph, shape, group=self.group, next_graph=ahead)
         check_programs(programs)
         return programs
 
@@ -194,6 +226,10 @@ class PipelineSession:
             v: batch[name] if v == self._on_host else batch[name].to(self.device, non_blocking=True)
             for name, v in wanted.items()
         }
+
+
+def _batch(bucket: str, sizes: tuple[int, ...]) -> str:
+    return f"{sizes}" + ("" if bucket == BASE else f" of shape class {bucket!r}")
 
 
 def cut(module: nn.Module, binding: Binding, plan: Plan, position: int) -> None:

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from lightning_dpipe.core.buckets import BASE
 from lightning_dpipe.core.errors import UnsupportedError
 from lightning_dpipe.core.jsonio import digest
 from lightning_dpipe.planning.explain import explain
@@ -24,6 +25,7 @@ from lightning_dpipe.strategy.assemble import PipelineSession, cut
 from lightning_dpipe.strategy.checkpoint import broadcast_weights
 from lightning_dpipe.strategy.collectives import HostLink
 from lightning_dpipe.strategy.module import DiffusionModule
+from lightning_dpipe.strategy.pair_fills import PairFills
 from lightning_dpipe.strategy.planned import Built, PlanOptions, Setting, build, refit
 from lightning_dpipe.strategy.steps import StepRunner
 
@@ -115,6 +117,9 @@ def _session(
     link: HostLink,
     reducer: Reducer | None,
 ) -> PipelineSession:
+    fills = None
+    if built.bucket_profiles and built.profile is not None and setting.fill:
+        fills = PairFills(built.plan, {BASE: built.profile, **built.bucket_profiles}, link)
     return PipelineSession(
         graph=built.graph,
         binding=built.binding,
@@ -124,6 +129,8 @@ def _session(
         device=setting.device,
         seed=module.seed,
         reducer=reducer,
+        buckets=built.buckets,
+        fills=fills,
     )
 
 
@@ -137,9 +144,11 @@ def _checked(built: Built, options: PlanOptions, setting: Setting) -> Built:
     if options.plan is not None and setting.training:
         check_batch_of(options.read_plan(), setting.batch_size)
     stages = options.stages(setting.world_size) if options.plan is None else None
-    if stages is not None and stages != built.plan.num_devices:
+    mixed = built.profile is not None and built.profile.kinds
+    cut_into = len(built.plan.stages) if mixed else built.plan.num_devices
+    if stages is not None and stages != cut_into:
         raise UnsupportedError(
-            f"the module was cut for {built.plan.num_devices} stages by an earlier run of this "
+            f"the module was cut for {cut_into} stages by an earlier run of this "
             f"process, now {stages} are asked for; build a new module and load a checkpoint into it"
         )
     return built

@@ -8,7 +8,10 @@ from typing import Any
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch import Tensor
 
+from lightning_dpipe.core.buckets import BASE
+from lightning_dpipe.models.spec import PipelineSpec
 from lightning_dpipe.strategy.callbacks.bubble_fill import BubbleFill
+from lightning_dpipe.strategy.collectives import HostLink
 from lightning_dpipe.strategy.lookahead import AgreedLoader, LoaderLinks, Outlook, agreed
 
 
@@ -21,8 +24,8 @@ def wrap_loader(
     loader: Any,
     trainer: Any,
     *,
-    field: str,
-    exchange: Callable[[int], tuple[int, ...]],
+    spec: PipelineSpec,
+    link: HostLink,
     announce: Callable[[Outlook, bool], None],
     clear: Callable[[], None],
 ) -> AgreedLoader:
@@ -31,8 +34,8 @@ def wrap_loader(
     Args:
         loader: The user's loader with Lightning's sampler.
         trainer: Says which loop the loader is for, and when it ends.
-        field: A batch field, whose length is the number of samples.
-        exchange: Gathers one integer of every rank.
+        spec: Declares the batch fields and their shape classes.
+        link: Asks all ranks.
         announce: Called with each outlook and whether it is for training.
         clear: Forgets training batches that were announced but not run.
     """
@@ -44,12 +47,15 @@ def wrap_loader(
         loader.worker_init_fn = partial(pl_worker_init_function, rank=trainer.global_rank)
     training = bool(trainer.training)
     links = LoaderLinks(
-        exchange=exchange,
-        num_samples=partial(_count, field=field),
+        exchange=link.gather,
+        num_samples=partial(_count, field=next(iter(spec.inputs))),
         announce=lambda outlook: announce(outlook, training),
         clear=clear if training else lambda: None,
         limit=lambda: float(trainer.num_training_batches),
         next_epoch=partial(_next_epoch, trainer),
+        buckets=spec.buckets,
+        bucket_of=partial(_bucket, spec=spec),
+        raise_together=link.raise_together,
     )
     stage = trainer.state.stage
     name = "train" if training or stage is None else str(stage.value)
@@ -71,6 +77,14 @@ def _count(batch: Any, *, field: str) -> int:
     """Samples of a raw batch; one that lacks the field is refused later, with a better message."""
     tensor = batch.get(field) if isinstance(batch, Mapping) else None
     return int(tensor.shape[0]) if isinstance(tensor, Tensor) else 1
+
+
+def _bucket(batch: Any, *, spec: PipelineSpec) -> str:
+    """Shape class of a raw batch; one that lacks a field is refused later, as in `_count`."""
+    names = [name for name in spec.inputs if spec.shapes]
+    fields = {n: batch.get(n) for n in names} if isinstance(batch, Mapping) else {}
+    tensors = {n: t for n, t in fields.items() if isinstance(t, Tensor)}
+    return spec.bucket_of(tensors) if tensors and len(tensors) == len(names) else BASE
 
 
 def _next_epoch(trainer: Any) -> int | None:

@@ -31,7 +31,8 @@ def select_fields(spec: PipelineSpec, batch: Mapping[str, Any]) -> Named:
     """Pick the fields that the spec declares; a batch may hold more (captions, file names).
 
     Raises:
-        SpecError: A field is missing, is no tensor, or has another per-sample shape or dtype.
+        SpecError: A field is missing, is no tensor, or has a dtype or per-sample shape that the
+            spec does not declare.
     """
     if not isinstance(batch, Mapping):
         raise SpecError(
@@ -48,7 +49,7 @@ def select_fields(spec: PipelineSpec, batch: Mapping[str, Any]) -> Named:
                 f"batch field {name!r} is {type(tensor).__name__}; expected a tensor "
                 f"[batch, {', '.join(map(str, field.shape))}]; the batch has {sorted(batch)}"
             )
-        if tuple(tensor.shape[1:]) != tuple(field.shape):
+        if not spec.shapes and tuple(tensor.shape[1:]) != tuple(field.shape):
             raise SpecError(
                 f"batch field {name!r} has per-sample shape {tuple(tensor.shape[1:])}, the spec "
                 f"declares {tuple(field.shape)}; change the data or `PipelineSpec.inputs`"
@@ -62,6 +63,8 @@ def select_fields(spec: PipelineSpec, batch: Mapping[str, Any]) -> Named:
     sizes = {name: tensor.shape[0] for name, tensor in fields.items()}
     if len(set(sizes.values())) != 1:
         raise SpecError(f"batch fields have different numbers of samples: {sizes}; expected one")
+    if spec.shapes:
+        spec.bucket_of(fields)
     return fields
 
 
@@ -78,6 +81,8 @@ def sample_losses(
     Raises:
         SpecError: A component reads a name that nothing writes.
     """
+    if spec.shapes:
+        spec = spec.in_bucket(spec.bucket_of(fields))
     named = dict(fields)
     with torch.no_grad():
         for component in _run_order(spec, named):

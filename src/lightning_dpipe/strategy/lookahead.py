@@ -14,19 +14,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_dpipe.core.errors import UnsupportedError
+from lightning_dpipe.core.buckets import BASE, agreed_bucket
+from lightning_dpipe.core.errors import DPipeError, UnsupportedError
 
 log = logging.getLogger(__name__)
 
 _ENDED = -1
 _UNSIZED = -2
+_REFUSED = -3
+_SIZE_BITS = 32
+"""A batch is announced as one integer: its size, and above these bits the index of its class."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
     """What all ranks know about a batch; `ticket` and `next_ticket` say which batch is which.
 
-    `sizes` are local batch sizes by global rank. Without a next batch the `next_` fields are None.
+    `sizes` are local batch sizes by global rank, `bucket` is the shape class of every rank's batch.
+    Without a next batch the `next_` fields are None.
     """
 
     ticket: int
@@ -34,6 +39,8 @@ class Outlook:
     next_ticket: int | None = None
     next_batch: Any = None
     next_sizes: tuple[int, ...] | None = None
+    bucket: str = BASE
+    next_bucket: str = BASE
 
 
 class Outlooks:
@@ -55,7 +62,8 @@ class LoaderLinks:
     `exchange` gathers one integer of every rank, by rank. `num_samples` counts a batch's samples.
     `announce` receives the outlook of the batch that is yielded next; `clear` is called when an
     epoch starts. `limit` is the number of batches that the loop takes from one epoch. `next_epoch`
-    is the number of the epoch after this one, or None when training ends here.
+    is the number of the epoch after this one, or None when training ends here. `bucket_of` tells
+    a batch's shape class, one of `buckets`, or raises; `raise_together` makes that every rank's.
     """
 
     exchange: Callable[[int], tuple[int, ...]]
@@ -64,6 +72,9 @@ class LoaderLinks:
     clear: Callable[[], None]
     limit: Callable[[], float]
     next_epoch: Callable[[], int | None] = lambda: None
+    buckets: tuple[str, ...] = (BASE,)
+    bucket_of: Callable[[Any], str] = lambda batch: BASE
+    raise_together: Callable[[Exception | None], None] = lambda error: _raise(error)
 
 
 class AgreedLoader:
@@ -131,6 +142,8 @@ class AgreedLoader:
                     next_ticket=following.ticket if following else None,
                     next_batch=following.batch if following else None,
                     next_sizes=following.sizes if following else None,
+                    bucket=current.bucket,
+                    next_bucket=following.bucket if following else BASE,
                 )
             )
             yield current.batch
@@ -165,11 +178,22 @@ class AgreedLoader:
     def _take(self, source: "_Source") -> "_Batch | None":
         """Take one batch on every rank, or none on any."""
         batch = next(source.iterator, None)
-        mine = _ENDED if batch is None else self.links.num_samples(batch)
-        sizes = self.links.exchange(mine)
+        mine, error = _ENDED, None
+        if batch is not None:
+            try:
+                index = self.links.buckets.index(self.links.bucket_of(batch))
+                mine = (index << _SIZE_BITS) + self.links.num_samples(batch)
+            except DPipeError as refused:
+                mine, error = _REFUSED, refused
+        told = self.links.exchange(mine)
+        if _REFUSED in told:
+            self.links.raise_together(error)
+        sizes = tuple(x if x < 0 else x & ((1 << _SIZE_BITS) - 1) for x in told)
         if min(sizes) > 0:
             self._tickets += 1
-            return _Batch(ticket=self._tickets, batch=batch, sizes=sizes)
+            names = self.links.buckets
+            bucket = agreed_bucket(names, {r: names[x >> _SIZE_BITS] for r, x in enumerate(told)})
+            return _Batch(ticket=self._tickets, batch=batch, sizes=sizes, bucket=bucket)
         if max(sizes) != _ENDED:
             ended = [rank for rank, size in enumerate(sizes) if size <= 0]
             self._unequal(f"ranks {ended} have no batch left, the others do")
@@ -224,6 +248,7 @@ class _Batch:
     ticket: int
     batch: Any
     sizes: tuple[int, ...]
+    bucket: str
 
 
 class _Source:
@@ -232,3 +257,8 @@ class _Source:
     def __init__(self, iterator: Iterator[Any]) -> None:
         self.iterator = iterator
         self.first: _Batch | None = None
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error

@@ -3,24 +3,26 @@
 In:     a whole DiffusionModule, the world, the batch per device, and what the user fixed.
 Out:    a `Built`: graph, binding, plan and (unless the user gave a plan) the profile behind it.
 
-Every rank measures side by side, so that the times contain the contention of training; rank 0's
-profile makes the plan, which is broadcast.
+Every rank measures side by side, so that the times contain the contention of training; rank 0 makes
+the plan, which is broadcast: from its own profile, or where devices are of several kinds from the
+profile of the first rank of each (`strategy.devices`).
 """
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
+from lightning_dpipe.core.buckets import BASE
 from lightning_dpipe.core.errors import DPipeError, PlanError
 from lightning_dpipe.core.graph import ModelGraph
 from lightning_dpipe.core.jsonio import digest, from_data, load, to_data
 from lightning_dpipe.core.plan import Plan, default_groups
 from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.models.binding import bind
-from lightning_dpipe.models.liveness import trace
+from lightning_dpipe.models.buckets import trace_buckets
 from lightning_dpipe.models.spec import PipelineSpec
 from lightning_dpipe.planning.auto import Space
 from lightning_dpipe.planning.matching import (
@@ -50,6 +52,13 @@ from lightning_dpipe.profiling.store import (
 from lightning_dpipe.runtime.bound import Binding
 from lightning_dpipe.runtime.distributed import DistTransport
 from lightning_dpipe.strategy.collectives import HostLink
+from lightning_dpipe.strategy.devices import (
+    check_device_kinds,
+    devices_differ,
+    own_cache,
+    widened,
+    world_profile,
+)
 from lightning_dpipe.strategy.patience import patient
 
 log = logging.getLogger(__name__)
@@ -66,6 +75,7 @@ class PlanOptions:
     profile: Profile | Path | None = None
     cuts: Cuts | None = None
     budget_s: float = 60.0
+    device_kinds: str = "name"
 
     def check(self, world_size: int) -> None:
         """Refuse what no model could make right; needs neither model nor messages.
@@ -74,6 +84,7 @@ class PlanOptions:
             PlanError: Stages and world, or plan and world, do not fit, or numbers are none.
             ScheduleError: The schedule is unknown.
         """
+        check_device_kinds(self.device_kinds)
         if self.plan is not None:
             plan = self.read_plan()
             if plan.world_size != world_size:
@@ -137,12 +148,18 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """A model as planned. `profile` is None when the user gave a plan that needs no fills."""
+    """A model as planned. `profile` is None when the user gave a plan that needs no fills.
+
+    `buckets` and `bucket_profiles` are the graphs and profiles of the shape classes beside the
+    base, the latter only where there are fills to plan.
+    """
 
     graph: ModelGraph
     binding: Binding
     plan: Plan
     profile: Profile | None
+    buckets: Mapping[str, ModelGraph] = field(default_factory=dict)
+    bucket_profiles: Mapping[str, Profile] = field(default_factory=dict)
 
 
 def build(spec: PipelineSpec, options: PlanOptions, setting: Setting, link: HostLink) -> Built:
@@ -154,30 +171,41 @@ def build(spec: PipelineSpec, options: PlanOptions, setting: Setting, link: Host
     """
     error: Exception | None = None
     try:
-        graph = trace(spec, autocast=setting.autocast, device=setting.device)
+        graphs = trace_buckets(spec, autocast=setting.autocast, device=setting.device)
+        graph = graphs[BASE]
         binding = bind(spec, graph)
         check_batch(options, setting)
     except DPipeError as caught:
         error = caught
     link.raise_together(error)
-    link.compare("the model's graph", digest(graph))
-    profile = None
-    if options.plan is None or (setting.fill and not options.read_plan().fills):
-        profile = _profile(spec, graph, binding, options, setting, link)
+    link.compare("the model's graph", digest(graphs if spec.shapes else graph))
+    profiles: dict[str, Profile] = {}
+    fills_pairs = setting.fill and bool(spec.shapes)
+    if options.plan is None or (setting.fill and (fills_pairs or not options.read_plan().fills)):
+        measured = graphs if fills_pairs else {BASE: graph}
+        profiles = _profiles(spec, measured, binding, options, setting, link)
+        profiles = {n: _of_world(p, options, setting, link) for n, p in profiles.items()}
     box: tuple[object, object] | None = None
     try:
         if link.rank == 0:
-            plan = _plan(spec, graph, profile, options, setting)
-            box = (to_data(plan), None if profile is None else to_data(profile))
+            plan = _plan(spec, graph, profiles.get(BASE), options, setting)
+            box = (to_data(plan), to_data(profiles))
     except DPipeError as caught:
         error = caught
     link.raise_together(error)
     box = link.broadcast_object(box)
     assert box is not None
     plan = from_data(Plan, box[0])
-    profile = None if box[1] is None else from_data(Profile, box[1])
+    profiles = from_data(Mapping[str, Profile], box[1])
     link.compare("the plan", digest(plan))
-    return Built(graph=graph, binding=binding, plan=plan, profile=profile)
+    return Built(
+        graph=graph,
+        binding=binding,
+        plan=plan,
+        profile=profiles.pop(BASE, None),
+        buckets={name: other for name, other in graphs.items() if name != BASE},
+        bucket_profiles=profiles,
+    )
 
 
 def refit(built: Built, setting: Setting) -> Built:
@@ -243,35 +271,55 @@ def sizes_to_measure(
     )
 
 
-def _profile(
+def _profiles(
     spec: PipelineSpec,
-    graph: ModelGraph,
+    graphs: Mapping[str, ModelGraph],
     binding: Binding,
     options: PlanOptions,
     setting: Setting,
     link: HostLink,
-) -> Profile:
+) -> dict[str, Profile]:
+    """One profile per shape class, the base's as the user gave it, if so."""
+    base = graphs[BASE]
     given = options.read_profile()
     if given is not None:
-        check_profile_of(given, graph)
-        return given
+        check_profile_of(given, base)
+    missing = {name: g for name, g in graphs.items() if given is None or name != BASE}
+    if not missing:
+        assert given is not None
+        return {BASE: given}
+    differ = devices_differ(setting.device, options.device_kinds, link)
     links = None
     if link.world_size > 1:
         transport = DistTransport(setting.device)
         links = measure_links(transport, setting.device)
         transport.close()
-    return profile_model(
-        spec,
-        graph,
-        binding,
-        samples=sizes_to_measure(graph, options, setting),
-        device=setting.device,
-        dtype=setting.precision,
-        autocast=setting.autocast,
-        links=links,
-        budget_s=options.budget_s,
-        progress=_announce(),
-    )
+    progress = _announce()
+    found = {} if given is None else {BASE: given}
+    for name, graph in missing.items():
+        samples = sizes_to_measure(graph, options, setting)
+        found[name] = profile_model(
+            spec,
+            graph,
+            binding,
+            samples=widened(samples, setting.batch_size) if differ else samples,
+            device=setting.device,
+            dtype=setting.precision,
+            autocast=setting.autocast,
+            links=links,
+            cache_dir=own_cache(options.device_kinds, link),
+            budget_s=options.budget_s / len(missing),
+            progress=progress,
+        )
+    return found
+
+
+def _of_world(profile: Profile, options: PlanOptions, setting: Setting, link: HostLink) -> Profile:
+    """With the other kinds of devices, unless the user chose the profile or who does what."""
+    chosen = (options.profile, options.plan, options.cuts) != (None, None, None)
+    if chosen or link.world_size != setting.world_size:
+        return profile
+    return world_profile(profile, options.device_kinds, link)
 
 
 def _announce() -> Callable[[str], None]:

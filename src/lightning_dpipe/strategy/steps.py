@@ -71,6 +71,8 @@ class StepRunner:
             next_sizes=self._of_group(outlook.next_sizes) if outlook.next_sizes else None,
             self_conditioned=module.is_self_conditioned(module.batches_consumed),
             reduce=reduce,
+            bucket=outlook.bucket,
+            next_bucket=outlook.next_bucket,
         )
         self._promised = outlook.next_ticket
         module.batches_consumed += 1
@@ -92,6 +94,7 @@ class StepRunner:
             self_conditioned=module.is_self_conditioned(-(1 + dataloader_idx)),
             training=False,
             reduce=False,
+            bucket=outlook.bucket,
         )
         return self._means(result.loss_sum, total), total
 
@@ -102,6 +105,11 @@ class StepRunner:
             raise DPipeError(
                 f"the batch has {count} samples, the loader had announced {announced}; a hook must "
                 "not change the number of samples of a batch"
+            )
+        if self.module.spec.shapes and self.module.spec.bucket_of(fields) != outlook.bucket:
+            raise DPipeError(
+                f"the batch is of shape class {self.module.spec.bucket_of(fields)!r}, the loader "
+                f"had announced {outlook.bucket!r}; a hook must not change a batch's shapes"
             )
         return fields, count
 

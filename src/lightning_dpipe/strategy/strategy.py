@@ -66,6 +66,8 @@ class DiffusionPipeStrategy(RankedStrategy):
         profile: A profile, or the file of one, instead of measuring the model.
         cuts: First layer of every stage but the first, instead of balanced stages; by backbone if
             there are several.
+        device_kinds: How devices of unequal speed are told apart: by ``"name"``, or by measured
+            ``"time"`` too; see `strategy.devices`.
         batch_size: Samples per device, if the loader does not say.
         weights_only: As in ``torch.load``, for checkpoints to resume from: Lightning does not hand
             the Trainer's own argument to strategies that cut the model first.
@@ -82,6 +84,7 @@ class DiffusionPipeStrategy(RankedStrategy):
         plan: Plan | Path | str | None = None,
         profile: Profile | Path | str | None = None,
         cuts: Cuts | None = None,
+        device_kinds: str = "name",
         batch_size: int | None = None,
         weights_only: bool | None = None,
         process_group_backend: str | None = None,
@@ -96,6 +99,7 @@ class DiffusionPipeStrategy(RankedStrategy):
             plan=Path(plan) if isinstance(plan, str) else plan,
             profile=Path(profile) if isinstance(profile, str) else profile,
             cuts=cuts if cuts is None or isinstance(cuts, Mapping) else tuple(cuts),
+            device_kinds=device_kinds,
         )
         self.logs_global = True  # losses are equal on all ranks: nothing to reduce when logging
         self.recorder: Recorder | None = None
@@ -254,8 +258,8 @@ class DiffusionPipeStrategy(RankedStrategy):
         return wrap_loader(
             dataloader,
             self._module.trainer,
-            field=next(iter(self._module.spec.inputs)),
-            exchange=self.link.gather,
+            spec=self._module.spec,
+            link=self.link,
             announce=self._outlooks.announce,
             clear=self._outlooks.training.clear,
         )

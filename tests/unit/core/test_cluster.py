@@ -42,8 +42,24 @@ def test_the_clusters_that_ship_are_valid_and_named_after_their_file(
     assert load(Cluster, tmp_path / "cluster.json") == cluster
 
 
-def test_five_clusters_ship() -> None:
-    assert [p.stem for p in FILES] == ["cpu_2", "h100_8", "h200_8", "l40_8", "p4de_8x8"]
+def test_six_clusters_ship() -> None:
+    names = ["a100_4_l40_4", "cpu_2", "h100_8", "h200_8", "l40_8", "p4de_8x8"]
+    assert [p.stem for p in FILES] == names
+
+
+def test_nodes_may_have_devices_of_several_kinds() -> None:
+    slow = DATA["device"] | {"name": "slow chip"}
+    cluster = Cluster.from_mapping(DATA | {"others": [slow], "node_kinds": [1, 0]})
+    assert cluster.kinds == (1, 1, 1, 1, 0, 0, 0, 0)
+    assert Cluster.from_mapping(DATA).kinds == ()
+    for wrong in ({"others": [slow]}, {"node_kinds": [0, 1]}):
+        with pytest.raises(ClusterError, match="name the kind of every node"):
+            Cluster.from_mapping(DATA | wrong)
+    for kinds in ([0], [0, 0], [0, 2]):
+        with pytest.raises(ClusterError, match="for 2 nodes and 2 kinds"):
+            Cluster.from_mapping(DATA | {"others": [slow], "node_kinds": kinds})
+    with pytest.raises(ClusterError, match="its device of kind 1 lacks"):
+        Cluster.from_mapping(DATA | {"others": [{"name": "slow"}], "node_kinds": [0, 1]})
 
 
 def test_ranks_are_numbered_node_by_node_and_links_follow() -> None:

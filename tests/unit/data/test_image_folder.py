@@ -100,3 +100,20 @@ def test_a_folder_without_one_good_image_says_so(tmp_path: Path, pipeline: Path)
     data = build(folder, pipeline, num_validation=1, broken_images="skip")
     with pytest.raises(DataError, match="none of 1 images can be decoded"):
         list(data.train_dataloader())
+
+
+def test_images_go_to_the_class_of_their_aspect_ratio(tmp_path: Path, pipeline: Path) -> None:
+    folder = images(tmp_path / "set", "abbabab")  # 6 x 4 pixels each
+    for i in (1, 3, 5):
+        Image.new("RGB", (4, 7), "red").save(folder / f"{i}.png")
+    (folder / "3.png").write_text("broken")
+    buckets = {"wide": [4, 6], "tall": [8, 4]}
+    data = build(
+        folder, pipeline, num_validation=1, broken_images="skip", buckets=buckets, batch_size=1
+    )
+    shapes = [tuple(b["image"].shape[2:]) for b in data.train_dataloader()]
+    # File 0 is held out; the broken one counts as a square, and the next image stands in.
+    assert sorted(shapes) == sorted([(8, 4), (4, 6), (4, 4), (4, 6), (8, 4), (4, 6)])
+    assert {tuple(b["image"].shape[2:]) for b in data.val_dataloader()} == {(4, 4)}
+    with pytest.raises(DataError, match="cannot be decoded"):
+        build(folder, pipeline, num_validation=1, buckets=buckets)

@@ -91,3 +91,14 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:800])
     with pytest.raises(DataError, match=r"a.jpg cannot be decoded"):
         decode_image(path, 8)
+
+
+def test_a_rectangle_is_cropped_to_its_aspect_ratio(tmp_path: Path) -> None:
+    picture = Image.new("RGB", (40, 20), "red")
+    picture.paste("blue", (10, 0, 30, 20))  # the middle half, all that a square keeps
+    path = save(tmp_path, "two.png", picture)
+    wide, square = decode_image(path, (10, 20)), decode_image(path, 10)
+    assert wide.shape == (3, 10, 20)
+    assert torch.equal(square, decode_image(path, (10, 10)))
+    assert bool((wide[0, :, :4] > 0.8).all())  # resampling rings a little
+    assert bool((square[2] > 0.8).all())

@@ -19,7 +19,7 @@ from lightning_dpipe.planning.baselines import (
 from lightning_dpipe.planning.paper import paper_plan
 from lightning_dpipe.planning.search import make_plan
 from lightning_dpipe.planning.variants import expected_us
-from synthetic import FrozenChain, model_profile
+from synthetic import FrozenChain, model_profile, pair_profile
 
 FROZEN = (FrozenChain(name="vae", forward_us=(40,)),)
 RING = Link(latency_us=50, bytes_per_s=10**10)
@@ -136,6 +136,21 @@ def test_a_world_without_a_pipeline_has_no_such_rows() -> None:
     assert set(rows(profile_of(frozen=()), world_size=1)) == {
         "plan", "ddp", "ddp_overlapped", "zero1",
     }  # fmt: skip
+
+
+def test_several_backbones_are_compared_with_data_parallelism() -> None:
+    pair = pair_profile(profile_of(trained_bytes=10 * MIB), model_profile([100, 100]))
+    plan = make_plan(pair, world_size=2, batch_size=8)
+    by_name = {a.name: a for a in compare(plan, pair)}
+    assert set(by_name) == {"plan", "plan_unfilled", "ddp", "ddp_overlapped", "zero1"}
+    assert by_name["plan"].detail.startswith("2 stages x 1")
+    assert by_name["plan"].iteration_us == expected_us(plan, pair)
+    # Both backbones run, are reduced (each on its own) and stepped on every device.
+    compute_us = COMPUTE_US + 8 * 600
+    ddp = by_name["ddp"].iteration_us
+    assert ddp >= compute_us + OPTIMIZER_US
+    assert least_work_us(pair, 8) == 8 * (40 + 840 + 600)
+    assert by_name["zero1"].peak_bytes < by_name["ddp"].peak_bytes
 
 
 def test_useful_work_is_full_batches_and_never_more_than_all() -> None:

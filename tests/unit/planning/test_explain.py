@@ -13,7 +13,7 @@ from lightning_dpipe.planning.schedules.of_plan import schedule_of
 from lightning_dpipe.planning.search import make_plan
 from lightning_dpipe.simulation.memory import peak_memory
 from lightning_dpipe.simulation.simulate import simulate
-from synthetic import FrozenChain, model_profile
+from synthetic import FrozenChain, model_profile, pair_profile
 
 FROZEN = (FrozenChain(name="text", forward_us=(30, 30)),)
 LAYERS = [100, 100, 100, 100, 50, 50]
@@ -132,3 +132,12 @@ def test_data_parallelism_that_does_not_fit_is_said() -> None:
     plan = make_plan(profile, world_size=2, batch_size=8)
     text = reasons(compare(plan, profile), given={}, num_plans=1, bound_us=1.0)
     assert any("Data parallelism does not fit" in line for line in text)
+
+
+def test_several_backbones_have_limits_and_reasons_too() -> None:
+    first = model_profile([100] * 4, frozen=FROZEN, optimizer_us=500)
+    pair = pair_profile(first, model_profile([50] * 4))
+    plan = make_plan(pair, world_size=2, batch_size=8)
+    assert "1.00 ms a device" in found(plan, pair)["optimizer"].text  # 2 of 4 layers
+    text = reasons(compare(plan, pair), given={}, num_plans=None, bound_us=None)
+    assert any("than DDP" in line for line in text)

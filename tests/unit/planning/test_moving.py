@@ -27,7 +27,7 @@ def problem_of(profile: Profile, plan: Plan) -> Problem:
     shape = replace(steady_shape(plan, schedule), encoded=True, next_sizes=None)
     return Problem(
         graph=task_graph(plan, schedule, profile, shape),
-        work=FrozenCosts.of(profile, samples=plan.batch_size),
+        works=(FrozenCosts.of(profile, samples=plan.batch_size),) * plan.num_devices,
         deliveries=Deliveries(
             plan=plan, profile=profile, sizes=(plan.batch_size,) * plan.num_devices
         ),

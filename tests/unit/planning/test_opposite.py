@@ -1,20 +1,25 @@
 """Two or more backbones on one pipeline: who sits where, and that plans of them are filled."""
 
+import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
+from brute import random_profile
 
 from lightning_dpipe.core.errors import PlanError, ScheduleError
 from lightning_dpipe.core.jsonio import from_data, to_data
 from lightning_dpipe.core.op import OpKind
 from lightning_dpipe.core.plan import Plan
 from lightning_dpipe.core.profile import Profile
+from lightning_dpipe.core.program import StepShape
 from lightning_dpipe.core.schedule import Schedule
+from lightning_dpipe.lowering.lower import lower
 from lightning_dpipe.planning.explain import explain
 from lightning_dpipe.planning.filling import lower_bound_us
 from lightning_dpipe.planning.schedules.of_plan import schedule_of
 from lightning_dpipe.planning.search import make_plan
-from lightning_dpipe.simulation.check import check_schedule
+from lightning_dpipe.simulation.check import check_programs, check_schedule
 from lightning_dpipe.simulation.memory import peak_bytes
 from lightning_dpipe.simulation.render import ascii_chart
 from lightning_dpipe.simulation.simulate import simulate
@@ -78,7 +83,7 @@ def test_fills_cover_the_frozen_work_of_all_backbones_and_shorten_the_iteration(
     both = profile()
     plan = make_plan(both, world_size=4, batch_size=8, num_microbatches=2)
     covered = {
-        (f.device, f.component, layer, row)
+        (f.home, f.component, layer, row)
         for f in plan.fills
         for layer in range(f.start, f.stop)
         for row in range(f.first, f.last)
@@ -138,12 +143,51 @@ def test_pictures_and_tables_name_the_stages_of_both() -> None:
     assert "0F0" in chart.splitlines()[1]
     assert "3B1" in chart.splitlines()[1]
     assert "2F0" in chart.splitlines()[2]
-    rows = [line.split() for line in explain(plan, both).splitlines()[:5]]
-    firsts = [row[-3] for row in rows[1:]]
-    assert firsts == ["net0.layer0", "net0.layer2", "net1.layer0", "net1.layer2"]
+    rows = explain(plan, both).splitlines()[1:5]
+    named = ["net0.layer0", "net0.layer2", "net1.layer0", "net1.layer2"]
+    assert all(name in row for name, row in zip(named, rows, strict=True))
 
 
 def test_a_plan_whose_lengths_miss_a_stage_is_refused() -> None:
     plan = make_plan(profile(), world_size=2, batch_size=8)
     with pytest.raises(PlanError, match="3 pairs of lengths for 4 stages"):
         replace(plan, lengths=plan.lengths[:3])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_plans_of_random_pairs_are_legal_filled_once_and_no_shorter_than_the_bound(seed) -> None:
+    draw = random.Random(seed)
+    conditioned = draw.choice([None, 0, 1])
+    both = pair_profile(
+        *(
+            random_profile(draw, draw.randint(3, 7), frozen=i == 0, feedback=i == conditioned)
+            for i in range(2)
+        )
+    )
+    devices = draw.randint(1, 3)
+    groups, batch = draw.choice([1, 2]), draw.randint(1, 6)
+    plan = make_plan(
+        both, world_size=devices * groups, num_stages=devices, batch_size=batch,
+        num_microbatches=draw.randint(1, batch * devices),
+        schedule=draw.choice(["1f1b", "gpipe"]),
+    )  # fmt: skip
+    for variant in (False, True) if conditioned is not None else (False,):
+        schedule = schedule_of(plan, self_conditioned=variant)
+        check_schedule(schedule, plan, both.graph, self_conditioned=variant)
+        sizes = (batch,) * devices
+        for encoded in (False, True):
+            shape = StepShape(
+                sizes=sizes, next_sizes=sizes, encoded=encoded, self_conditioned=variant
+            )
+            check_programs(lower(plan, schedule, both.graph, shape))
+        least = lower_bound_us(plan, both, self_conditioned=variant)
+        assert simulate(plan, schedule, both).end_us >= least
+        work = Counter(
+            (f.home, f.component, layer, row)
+            for f in plan.fills
+            if f.self_conditioned == variant
+            for layer in range(f.start, f.stop)
+            for row in range(f.first, f.last)
+        )
+        assert set(work.values()) == {1}
+        assert len(work) == devices * batch * sum(len(c.layers) for c in both.graph.frozen)

@@ -2,6 +2,9 @@
 
 from dataclasses import replace
 
+import pytest
+
+from lightning_dpipe.core.fleet import fleet
 from lightning_dpipe.core.profile import ComponentCost, Profile
 from lightning_dpipe.planning.schedules.of_plan import schedule_of
 from lightning_dpipe.planning.search import make_plan
@@ -51,3 +54,22 @@ def test_what_did_not_run_keeps_its_times() -> None:
     profile = example()
     plan = make_plan(profile, world_size=2, batch_size=8, num_microbatches=4)
     assert calibrate(profile, plan, []) == profile
+
+
+def test_devices_of_several_kinds_learn_from_their_own_spans_and_shares() -> None:
+    profile = fleet([example(), replace(example(), device="other")], (0, 1))
+    plan = make_plan(profile, world_size=2, batch_size=8, num_stages=1)
+    plan = replace(plan, stages=(replace(plan.stages[0], shares=(3, 5)),))
+    first, second = (
+        replace(example(), costs=tuple(slowed(c, *by) for c in example().costs))
+        for by in ((2, 3), (5, 4))
+    )
+    real = fleet([first, second], (0, 1))
+    measured = simulate(plan, schedule_of(plan), real)
+    learnt = calibrate(profile, plan, [measured])
+    again = simulate(plan, schedule_of(plan), learnt)
+    assert abs(again.end_us - measured.end_us) <= 0.001 * measured.end_us
+    for rank, known in enumerate((first, second)):
+        for what in ("forward_us", "backward_us"):
+            wanted = getattr(known, what)("net", 0, 4, 6)
+            assert getattr(learnt.on(rank), what)("net", 0, 4, 6) == pytest.approx(wanted, rel=0.01)

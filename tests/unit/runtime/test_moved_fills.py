@@ -1,6 +1,7 @@
 """Samples that another device of the group encodes: the numbers are those of one process."""
 
 import random
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from test_parity import all_rows, compare
 
-from lightning_dpipe.core.errors import PlanError
+from lightning_dpipe.core.errors import PlanError, ScheduleError
 from lightning_dpipe.core.fills import encoders
 from lightning_dpipe.core.op import Op
 from lightning_dpipe.core.plan import Fill, Plan
@@ -237,3 +238,34 @@ def test_what_only_frozen_layers_read_is_dropped_once_all_moved_rows_have_passed
         bank.read(inner, 1, 2, 6)
     context = graph.component("text").layers[2].writes[0]
     assert bank.read(context, 1, 2, 6).shape == (4, WIDTH)
+
+
+def lowered_with(change) -> list:
+    """Programs of `two_stages`, device 1's sends of batch fields and their receives changed."""
+    plan, graph = two_stages()
+    shape = StepShape(sizes=(6, 6), next_sizes=(6, 6), encoded=True)
+    tokens = next(v for v in graph.inputs if graph.values[v].name == "tokens")
+    return [
+        replace(p, instructions=tuple(change(p.instructions, tokens)))
+        for p in lower(plan, schedule_of(plan), graph, shape)
+    ]
+
+
+def test_fields_that_nobody_posts_are_missed_before_anything_runs() -> None:
+    def dropped(instructions, tokens):
+        for x in instructions:
+            if not (isinstance(x, SendRows | PostRows) and x.value == tokens):
+                yield x
+
+    with pytest.raises(ScheduleError, match=r"encodes samples \[3, 6\) of value 0 from device 1"):
+        check_programs(lowered_with(dropped))
+
+
+def test_fields_that_are_sent_after_what_waits_for_their_encoder_are_a_deadlock() -> None:
+    def late(instructions, tokens):
+        sends = [x for x in instructions if isinstance(x, SendRows)]
+        held = [x for x in sends if x.message.channel.source == 0]
+        return [*(x for x in instructions if x not in held), *held]
+
+    with pytest.raises(ScheduleError, match=r"deadlock: .*\(Encode\) on 0:next:3:6"):
+        check_programs(lowered_with(late))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_dpipe.core.plan import Fill
 from lightning_dpipe.models.liveness import trace
 from lightning_dpipe.planning.schedules.of_plan import schedule_of
-from parity import all_rows, compare
+from parity import all_rows, compare, reference
 from pipeline import gather_gradients, make_plan, run_pipeline
 from small import random_model, small_batch, small_unet
 
@@ -53,11 +53,71 @@ def test_unequal_replicas_of_stages_exchange_the_rows_they_share(
     compare(make, plan, batches, exact=False, coins=coins, filled=True, accumulate=2)
 
 
+@pytest.mark.parametrize(
+    ("cuts", "shares", "groups"),
+    [
+        ((), ((1, 2),), 1),
+        ((), ((3, 1),), 2),
+        ((4,), ((), (1, 3)), 1),
+        ((4,), ((2, 1, 4), (5, 2)), 1),
+        ((2, 5), ((4, 1), (), (1, 2)), 1),
+    ],
+)
+@pytest.mark.parametrize("selfcond", [False, True])
+def test_devices_with_unequal_shares_of_the_rows_sum_to_one_process(
+    cuts, shares, groups, selfcond
+) -> None:
+    make = partial(small_unet, 3, self_conditioning=selfcond)
+    plan = make_plan(
+        trace(make()), cuts, num_microbatches=2, batch_size=5, groups=groups,
+        replicas=[max(1, len(s)) for s in shares], shares=shares,
+    )  # fmt: skip
+    coins = (True, False, True) if selfcond else None
+    world = plan.world_size
+    batches = [*all_rows(world, 5, 2), *all_rows(world, 3, 1)]  # the last one is short
+    compare(make, plan, batches, exact=False, coins=coins, filled=True, accumulate=3)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_models_plans_and_shares(seed) -> None:
+    draw = random.Random(1000 + seed)
+    make = partial(random_model, seed)
+    graph = trace(make())
+    layers = len(graph.backbones[0].layers)
+    num_stages = draw.randint(1, min(3, layers))
+    cuts = sorted(draw.sample(range(1, layers), num_stages - 1))
+    replicas = [draw.choice((1, 2, 3)) for _ in range(num_stages)]
+    shares = [
+        tuple(draw.randint(1, 9) for _ in range(n)) if draw.random() < 0.8 else () for n in replicas
+    ]
+    rows = [draw.randint(2, 6) for _ in range(sum(replicas))]
+    plan = make_plan(
+        graph, cuts, num_microbatches=draw.randint(1, sum(rows) // max(replicas)),
+        batch_size=max(rows), replicas=replicas, shares=shares,
+        schedule=draw.choice(("gpipe", "1f1b")),
+    )  # fmt: skip
+    batches = [[small_batch(n, seed=r) for r, n in enumerate(rows)] for _ in range(2)]
+    compare(make, plan, batches, exact=False, filled=draw.random() < 0.5, accumulate=2)
+
+
 @pytest.mark.parametrize("coins", [(True, False, True), (False, True, True)])
 def test_self_conditioning_feeds_the_estimate_back(coins) -> None:
     make = partial(small_unet, 2, self_conditioning=True)
     plan = make_plan(trace(make()), (2, 4), num_microbatches=3, batch_size=3)
     compare(make, plan, all_rows(3, 3, 3), exact=True, coins=coins)
+
+
+def test_evaluation_is_self_conditioned_when_its_coin_came_up() -> None:
+    """Evaluation dropped the first sweep, so its loss was that of the other coin."""
+    make = partial(small_unet, 2, self_conditioning=True)
+    plan = make_plan(trace(make()), (2, 4), num_microbatches=3, batch_size=3)
+    batches = all_rows(3, 3, 2)
+    coins = (True, False)
+    wanted, _ = reference(make, plan, batches, coins)
+    outcomes = run_pipeline(make, plan, batches, coins=coins, training=False)
+    found = [sum(o.loss_sums[step] for o in outcomes) for step in range(2)]
+    assert found == pytest.approx(wanted, rel=1e-6)
+    assert reference(make, plan, batches, coins[::-1])[0] != pytest.approx(wanted, rel=1e-4)
 
 
 def _fill(device, after, component, start, stop, first, last):

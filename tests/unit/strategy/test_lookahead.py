@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_dpipe.core.errors import UnsupportedError
+from lightning_dpipe.core.errors import DataError, DPipeError, SpecError, UnsupportedError
 from lightning_dpipe.strategy.lookahead import AgreedLoader, LoaderLinks, Outlook, agreed
 
 
@@ -95,8 +95,12 @@ def test_an_epoch_that_is_not_the_announced_one_starts_afresh() -> None:
     assert desk.seen[2].ticket != desk.seen[1].next_ticket
 
 
-def on_two_ranks(loaders: list[Any], **kwargs: Any) -> list[Any]:
+def on_two_ranks(loaders: list[Any], *, buckets: Any = None, **kwargs: Any) -> list[Any]:
     """Run two ranks as threads; returns batches or the error of each."""
+    classes: dict[str, Any] = {} if buckets is None else {
+        "buckets": ("base", "wide"), "bucket_of": buckets
+    }  # fmt: skip
+    announced: list[list[Outlook]] = [[], []]
     barrier, box = threading.Barrier(2, timeout=5), [0, 0]
     results: list[Any] = [None, None]
 
@@ -108,17 +112,25 @@ def on_two_ranks(loaders: list[Any], **kwargs: Any) -> list[Any]:
             barrier.wait()
             return both
 
+        def raise_together(error: Exception | None) -> None:
+            exchange(0)  # collective on both
+            raise error or DPipeError("the other rank's")
+
         links = LoaderLinks(
             exchange=exchange,
             num_samples=len,
-            announce=lambda outlook: None,
+            announce=announced[rank].append,
             clear=lambda: None,
             limit=lambda: float("inf"),
+            raise_together=raise_together,
+            **classes,
         )
         try:
             wrapped = agreed(loaders[rank], links, name="train", **kwargs)
             results[rank] = [b.tolist() for b in wrapped]
-        except UnsupportedError as error:
+            if buckets is not None:
+                results[rank] = announced[rank]
+        except DPipeError as error:
             results[rank] = error
 
     threads = [threading.Thread(target=body, args=(r,), daemon=True) for r in range(2)]
@@ -160,6 +172,34 @@ def test_unequal_lengths_are_cut_in_training_and_refused_in_evaluation() -> None
     for error in on_two_ranks(loaders(), ahead=False, strict=True):
         assert isinstance(error, UnsupportedError)
         assert "have [3, 2] batches" in str(error)
+
+
+def by_size(batch: torch.Tensor) -> str:
+    if len(batch) == 9:
+        raise SpecError("no class has 9 columns")
+    return "wide" if len(batch) % 2 else "base"
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_class_travels_with_the_size(ahead: bool) -> None:
+    loaders = [Stream([2, 3, 4]), Stream([4, 1, 2])]
+    for seen in on_two_ranks(loaders, buckets=by_size, ahead=ahead, strict=False):
+        assert [o.sizes for o in seen] == [(2, 4), (3, 1), (4, 2)]
+        assert [o.bucket for o in seen] == ["base", "wide", "base"]
+        after = ["wide", "base", "base"] if ahead else ["base"] * 3
+        assert [o.next_bucket for o in seen] == after
+
+
+def test_ranks_of_other_classes_and_unknown_shapes_are_refused_on_both() -> None:
+    mixed = on_two_ranks([Stream([2]), Stream([3])], buckets=by_size, ahead=True, strict=False)
+    for error in mixed:
+        assert isinstance(error, DataError)
+        assert "'base' on ranks [0], 'wide' on ranks [1]" in str(error)
+    first, second = on_two_ranks(
+        [Stream([2, 2]), Stream([2, 9])], buckets=by_size, ahead=True, strict=False
+    )
+    assert isinstance(second, SpecError)
+    assert str(first) == "the other rank's"
 
 
 def test_the_wrapper_copies_and_shows_the_loaders_attributes() -> None:

@@ -1,6 +1,7 @@
 """`DiffusionModule` under plain Lightning, against a loop written by hand."""
 
 import functools
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_dpipe.core.errors import SpecError
 from lightning_dpipe.strategy.local import sample_losses, select_fields
 from lightning_dpipe.strategy.module import DiffusionModule
+from small import cascade, small_batch
 from toy import Toy, ToyData, draw, squared_error
 
 trainer = functools.partial(
@@ -194,3 +196,18 @@ def test_a_batch_that_does_not_fit_the_spec_is_named(batch: Any, message: str) -
 def test_a_name_that_nobody_writes_is_named(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"layer 'join' reads \['nowhere'\]"):
         trainer(max_epochs=1, default_root_dir=tmp_path).fit(Toy(spec_error=True), ToyData())
+
+
+def test_only_the_backbone_that_reads_the_estimate_runs_twice_in_one_process() -> None:
+    """The other one may lack the names that the estimate is made of."""
+    spec = cascade((2, 1), feedback=1)
+    calls: Counter[str] = Counter()
+    for backbone in spec.backbones:
+        first = backbone.layers[0].module
+        first.register_forward_hook(lambda *_, name=backbone.name: calls.update([name]))
+    losses = sample_losses(spec, small_batch(4, seed=1), self_conditioned=True)
+    assert {name: tuple(loss.shape) for name, loss in losses.items()} == {
+        "net0": (4,),
+        "net1": (4,),
+    }
+    assert calls == {"net0": 1, "net1": 2}

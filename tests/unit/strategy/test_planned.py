@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from bucketed import SIDES, Bucketed
 from cascade import Cascade
+from lightning_dpipe.core.buckets import BASE
 from lightning_dpipe.core.errors import DPipeError, PlanError, ScheduleError
 from lightning_dpipe.core.jsonio import save
 from lightning_dpipe.core.profile import Link
@@ -231,6 +233,28 @@ def test_a_cut_keeps_numbering_shared_names_and_what_encoders_use(
     absent = {name for name, p in module.named_parameters() if p.is_meta}
     assert absent == {n for n in names if n.startswith(("entry.", "blocks.0."))}
     assert module.twin.weight is module.join.mix.weight
+
+
+def test_every_class_is_measured_when_bubbles_are_filled_and_the_cut_is_the_bases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    module = Bucketed()
+    module.configure_model()
+    options = PlanOptions(budget_s=0.0)
+    made = build(module.spec, options, setting(), HostLink())
+    others = set(SIDES) - {BASE}
+    assert set(made.buckets) == set(made.bucket_profiles) == others
+    for name, profile in made.bucket_profiles.items():
+        assert profile.graph == made.buckets[name]
+    bare = build(module.spec, options, setting(fill=False), HostLink())
+    assert (set(bare.buckets), set(bare.bucket_profiles)) == (others, set())
+    assert bare.plan.stages == made.plan.stages
+    given = PlanOptions(plan=made.plan, profile=made.profile, budget_s=0.0)
+    again = build(module.spec, given, setting(), HostLink())
+    assert again.plan == made.plan
+    assert again.profile == made.profile
+    assert set(again.bucket_profiles) == others
 
 
 def test_two_backbones_are_measured_and_planned_in_opposite_directions(

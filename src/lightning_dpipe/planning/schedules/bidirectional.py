@@ -10,7 +10,7 @@ Where one chain waits for its first inputs or gradients the other one, coming fr
 works. The order is a linear extension of all chains' dependencies, so it cannot deadlock.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_dpipe.core.op import Op, OpKind
@@ -74,10 +74,8 @@ class _Line:
         self.orders: list[list[Op]] = [[] for _ in range(num_devices)]
         self.free = [0] * num_devices
         self.ends: dict[Op, int] = {}
-        self.left: dict[int, list[Op]] = {}
-        self.devices: dict[int, tuple[int, ...]] = {}
-        self.lengths: dict[int, tuple[int, int]] = {}
-        self.neighbours: dict[int, tuple[int | None, int | None, int | None]] = {}
+        self.stages: dict[int, _Stage] = {}
+        self.on: list[list[int]] = [[] for _ in range(num_devices)]
         for chain in chains:
             own = build_schedule(
                 name,
@@ -85,33 +83,24 @@ class _Line:
                 num_microbatches=num_microbatches,
                 self_conditioned=chain.self_conditioned,
             )
-            feeds_back = chain.stages[-1] if chain.self_conditioned else None
-            before = (None, *chain.stages[:-1])
-            after = (*chain.stages[1:], None)
-            for i, (stage, order) in enumerate(zip(chain.stages, own.orders, strict=True)):
-                self.left[stage] = [Op(stage, op.kind, op.microbatch) for op in reversed(order)]
-                self.devices[stage] = chain.devices[i]
-                self.lengths[stage] = chain.lengths[i] if chain.lengths else UNIT
-                self.neighbours[stage] = (before[i], after[i], feeds_back)
-        for _ in range(sum(map(len, self.left.values()))):
-            self._place()
-
-    def _place(self) -> None:
-        """Place one more op."""
-        found = [
-            (start, -self.urgency.get(op, 0), op.kind is not OpKind.B, op.microbatch, stage)
-            for stage, ops in self.left.items()
-            for op in ops[-1:]
-            if (start := self._start(op)) is not None
-        ]
-        *_, stage = min(found)
-        op = self.left[stage].pop()
-        start = self._start(op)
-        assert start is not None
-        self.ends[op] = end = start + self._length(op)
-        for device in self.devices[stage]:
-            self.free[device] = end
-            self.orders[device].append(op)
+            for i, stage in enumerate(chain.stages):
+                ops = reversed(own.orders[i])
+                self.stages[stage] = _Stage(
+                    left=[Op(stage, op.kind, op.microbatch) for op in ops],
+                    devices=chain.devices[i],
+                    lengths=chain.lengths[i] if chain.lengths else UNIT,
+                    before=chain.stages[i - 1] if i else None,
+                    after=chain.stages[i + 1] if i + 1 < len(chain.stages) else None,
+                    first=chain.stages[0],
+                    estimator=chain.stages[-1] if chain.self_conditioned else None,
+                )
+                for device in chain.devices[i]:
+                    self.on[device].append(stage)
+        self.next: dict[int, tuple[int, int, bool, int, int]] = {}
+        self._look(self.stages)
+        while self.next:
+            self._place(min(self.next.values())[-1])
+        assert not any(stage.left for stage in self.stages.values())
 
     def tails(self) -> dict[Op, int]:
         """Longest way from each op's start to the end of its chain, on devices of its own."""
@@ -120,30 +109,58 @@ class _Line:
         following: dict[int, int] = {}  # of what comes next on the stage
         for op in reversed(self.ends):  # ops were placed producers first
             rest = max(after.get(op, 0), following.get(op.stage, 0))
-            found[op] = following[op.stage] = rest + self._length(op)
-            for need in self._needs(op):
+            found[op] = following[op.stage] = rest + self.stages[op.stage].length(op)
+            need = self.stages[op.stage].need(op)
+            if need is not None:
                 after[need] = max(after.get(need, 0), found[op])
         return found
 
-    def _length(self, op: Op) -> int:
-        return self.lengths[op.stage][op.kind is OpKind.B]
+    def _place(self, number: int) -> None:
+        """Place the next op of a stage, and look again at what that may let start."""
+        stage, start = self.stages[number], self.next[number][0]
+        op = stage.left.pop()
+        self.ends[op] = end = start + stage.length(op)
+        touched = {n for n in (stage.before, stage.after, stage.first) if n is not None}
+        for device in stage.devices:
+            self.free[device] = end
+            self.orders[device].append(op)
+            touched.update(self.on[device])
+        self._look(touched)
 
-    def _start(self, op: Op) -> int | None:
-        """When an op can start; None while an input has no end yet."""
-        start = max(self.free[device] for device in self.devices[op.stage])
-        for need in self._needs(op):
-            if need not in self.ends:
-                return None
-            start = max(start, self.ends[need])
-        return start
+    def _look(self, numbers: Iterable[int]) -> None:
+        """Note when the next op of each of these stages can start, if its input has an end."""
+        for number in numbers:
+            stage = self.stages[number]
+            self.next.pop(number, None)
+            if not stage.left:
+                continue
+            op = stage.left[-1]
+            need = stage.need(op)
+            if need is None or need in self.ends:
+                start = max(self.free[device] for device in stage.devices)
+                start = max(start, 0 if need is None else self.ends[need])
+                urgent = -self.urgency.get(op, 0)
+                self.next[number] = (start, urgent, op.kind is not OpKind.B, op.microbatch, number)
 
-    def _needs(self, op: Op) -> list[Op]:
-        """What an op waits for on other stages. Skips follow from the chain."""
-        before, after, feeds_back = self.neighbours[op.stage]
-        if op.kind is OpKind.B:
-            return [] if after is None else [Op(after, OpKind.B, op.microbatch)]
-        if before is not None:
-            return [Op(before, op.kind, op.microbatch)]
-        if op.kind is OpKind.F and feeds_back is not None:
-            return [Op(feeds_back, OpKind.S, op.microbatch)]
-        return []
+
+@dataclass(slots=True, kw_only=True)
+class _Stage:
+    """A stage's ops that are left, last one first, and its neighbours in the chain."""
+
+    left: list[Op]
+    devices: tuple[int, ...]
+    lengths: tuple[int, int]
+    before: int | None
+    after: int | None
+    first: int
+    estimator: int | None
+
+    def length(self, op: Op) -> int:
+        return self.lengths[op.kind is OpKind.B]
+
+    def need(self, op: Op) -> Op | None:
+        """What an op waits for on another stage. Skips follow from the chain."""
+        kind, other = op.kind, self.after if op.kind is OpKind.B else self.before
+        if kind is OpKind.F and self.before is None:
+            kind, other = OpKind.S, self.estimator
+        return None if other is None else Op(other, kind, op.microbatch)

@@ -32,7 +32,7 @@ def schedule_of(plan: Plan, *, self_conditioned: bool = False) -> Schedule:
         return _of_chains(plan, _conditioned(plan) if self_conditioned else None)
     if plan.num_devices == 1 and len(plan.stages) > 1:
         return one_device(chains, plan.num_microbatches, chains[0] if self_conditioned else ())
-    if all(len(stage.devices) == 1 for stage in plan.stages):
+    if all(stage.devices == (i,) for i, stage in enumerate(plan.stages)):
         return by_stage
     orders: list[tuple[Op, ...]] = [()] * plan.num_devices
     for stage, order in zip(plan.stages, by_stage.orders, strict=True):

@@ -9,17 +9,20 @@ The device seconds sum to devices x iteration. Between traced steps nothing is r
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback
 
+from lightning_dpipe.core.buckets import BASE
 from lightning_dpipe.core.program import StepShape
 from lightning_dpipe.core.timeline import Activity, Timeline
 from lightning_dpipe.planning.schedules.of_plan import schedule_of
 from lightning_dpipe.runtime.trace import merge
 from lightning_dpipe.simulation.render import save_png
 from lightning_dpipe.simulation.simulate import simulate
+from lightning_dpipe.strategy.pair_fills import PairFills
 from lightning_dpipe.strategy.recorder import Recorder
 from lightning_dpipe.strategy.strategy import DiffusionPipeStrategy
 
@@ -118,7 +121,10 @@ class Ledger(Callback):
         built = strategy.installed.built
         if built.profile is None:
             return None
-        plan = built.plan
+        plan, profile, session = built.plan, built.profile, strategy.installed.session
+        if isinstance(session.fills, PairFills) and session.last_pair != (BASE, BASE):
+            plan = replace(plan, fills=session.fills(*session.last_pair))
+            profile = session.fills.profile(*session.last_pair)
         sizes = (plan.batch_size,) * plan.num_devices
         shape = StepShape(
             sizes=sizes,
@@ -127,7 +133,7 @@ class Ledger(Callback):
             self_conditioned=self._self_conditioned,
         )
         schedule = schedule_of(plan, self_conditioned=self._self_conditioned)
-        return simulate(plan, schedule, built.profile, shape=shape)
+        return simulate(plan, schedule, profile, shape=shape)
 
     def _draw(self, trainer: Any, folder: Path) -> None:
         path = folder / f"step_{trainer.global_step}.png"

@@ -75,6 +75,7 @@ class ControlNet(LatentModule):
             frozen=(*self.encoders(), locked),
             backbones=(backbone,),
             loss=Loss(fn=weighted_mse, reads=("out", "target", "weight")),
+            shapes=self.shapes({"image": 3, "hint": channels}),
         )
 
     def denoiser(self) -> Any:

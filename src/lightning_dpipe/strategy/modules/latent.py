@@ -6,7 +6,7 @@ Out:    noisy latents, timestep, target, weight and context: what a backbone tra
         of captions. VAE, text encoder, caption dropout and noise run ahead, in the bubbles.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -53,6 +53,7 @@ class LatentConfig:
         caption_dropout: Share of samples trained on the empty caption, for guidance.
         self_conditioning: Share of steps with a first estimate; None trains without.
         min_snr_gamma: Weigh losses by min-SNR; None weighs all alike.
+        buckets: More shape classes beside the square of `image_size`: (height, width) by name.
     """
 
     image_size: int = 512
@@ -67,6 +68,7 @@ class LatentConfig:
     self_conditioning: float | None = None
     min_snr_gamma: float | None = None
     optimizer: AdamWConfig = field(default_factory=AdamWConfig)
+    buckets: Mapping[str, Sequence[int]] | None = None
 
     @property
     def source(self) -> Source | None:
@@ -96,7 +98,8 @@ class LatentModule(DiffusionModule):
         config = self.config
         source = config.source
         self.vae = diffusers_part(AutoencoderKL, config.vae, source, "vae")
-        self.latent_shape = _latent_shape(self.vae, config.image_size)
+        side = config.image_size
+        self.latent_shape = _latent_shape(self.vae, "image_size", (side, side))
         self.text = clip_text_part(config.text, source)
         for encoder in (self.vae, self.text):  # the decoder too, which no layer runs
             encoder.requires_grad_(False)
@@ -125,6 +128,20 @@ class LatentModule(DiffusionModule):
             "image": Field(shape=(3, size, size)),
             "input_ids": Field(shape=(self.config.num_tokens,), dtype=torch.int64),
         }
+
+    def shapes(self, pixels: Mapping[str, int]) -> dict[str, dict[str, tuple[int, ...]]]:
+        """Shape classes of `LatentConfig.buckets`; `pixels` are the channels of image fields.
+
+        Raises:
+            SpecError: A side does not divide.
+        """
+        found = {}
+        for name, sides in (self.config.buckets or {}).items():
+            latent = _latent_shape(self.vae, f"buckets.{name}", sides)
+            found[name] = {field: (count, *sides) for field, count in pixels.items()}
+            if self.config.self_conditioning is not None:
+                found[name]["estimate"] = latent
+        return found
 
     def encoders(self) -> tuple[FrozenComponent, ...]:
         """Frozen work up to noisy, timestep, target, weight and context."""
@@ -195,13 +212,15 @@ class LatentModule(DiffusionModule):
         return images.clamp(-1.0, 1.0)
 
 
-def _latent_shape(vae: AutoencoderKL, image_size: int) -> tuple[int, int, int]:
-    """``(channels, side, side)`` of one latent."""
+def _latent_shape(vae: AutoencoderKL, name: str, sides: Sequence[int]) -> tuple[int, int, int]:
+    """``(channels, height, width)`` of one latent; `name` is the option that `sides` are from."""
     factor = 2 ** (len(vae.config.block_out_channels) - 1)
-    if image_size % factor:
-        down = image_size // factor * factor
-        raise SpecError(
-            f"image_size={image_size} is not a multiple of the VAE's {factor}; use {down} or "
-            f"{down + factor}"
-        )
-    return (vae.config.latent_channels, image_size // factor, image_size // factor)
+    for side in sides:
+        if side % factor:
+            down = side // factor * factor
+            raise SpecError(
+                f"{name}={side} is not a multiple of the VAE's {factor}; use {down} or "
+                f"{down + factor}"
+            )
+    height, width = sides
+    return (vae.config.latent_channels, height // factor, width // factor)

@@ -51,4 +51,5 @@ class StableDiffusion(LatentModule):
             backbones=(unet_backbone(self.unet, sample="noisy", self_cond=reads),),
             loss=Loss(fn=weighted_mse, reads=("out", "target", "weight")),
             self_conditioning=estimate,
+            shapes=self.shapes({"image": 3}),
         )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_dpipe.core.errors import SpecError, UnsupportedError
 from lightning_dpipe.data.circles import CirclesDataModule
+from lightning_dpipe.models.buckets import trace_buckets
 from lightning_dpipe.models.spec import DRAW_KEY
 from lightning_dpipe.strategy.local import sample_losses
 from lightning_dpipe.strategy.modules.controlnet import ControlNet
@@ -130,3 +131,24 @@ def test_an_image_that_is_no_multiple_of_the_latents_is_refused() -> None:
         build(StableDiffusion, image_size=36)
     with pytest.raises(SpecError, match="no scheduler is given"):
         build(StableDiffusion, scheduler=None)
+
+
+@pytest.mark.parametrize("kind", [StableDiffusion, ControlNet])
+def test_buckets_are_classes_of_the_same_model(kind: type[LatentModule]) -> None:
+    buckets = {"wide": [16, 48], "tall": [48, 16]}
+    options = {"self_conditioning": 1.0} if kind is StableDiffusion else {}
+    module = build(kind, buckets=buckets, **options)
+    assert list(trace_buckets(module.spec)) == ["base", "wide", "tall"]
+    fields = batch(2)
+    for name, (height, width) in {"base": (SIZE, SIZE), **buckets}.items():
+        images = {
+            n: torch.nn.functional.interpolate(t, (height, width)) if t.dim() == 4 else t
+            for n, t in fields.items()
+        }
+        assert module.spec.bucket_of(images) == name
+        losses = sample_losses(module.spec, keyed(images), self_conditioned=bool(options))
+        assert all(loss.shape == (2,) and bool(loss.isfinite().all()) for loss in losses.values())
+    with pytest.raises(
+        SpecError, match=r"buckets\.odd=20 is not a multiple of the VAE's 8; use 16"
+    ):
+        build(kind, buckets={"odd": [16, 20]})
