@@ -21,12 +21,13 @@ from lightning_dpipe.core.plan import Plan, Stage, default_groups, split_sizes
 from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.planning import buckets
 from lightning_dpipe.planning.backlog import FrozenCosts
-from lightning_dpipe.planning.best_first import cuts_by_bound, expected_least_us, stages_of
-from lightning_dpipe.planning.bounds import ChainBounds
+from lightning_dpipe.planning.directions import Directions, costs_of
 from lightning_dpipe.planning.filling import least_frozen_us
 from lightning_dpipe.planning.network import Network as Network
+from lightning_dpipe.planning.pair_cuts import in_order
+from lightning_dpipe.planning.pipelines import Aim, Chains, Pipeline, pipelines
 from lightning_dpipe.planning.placement import best_of
-from lightning_dpipe.planning.rounds import Chains, Config, Rounds
+from lightning_dpipe.planning.rounds import Config, Rounds
 from lightning_dpipe.planning.stage_costs import BackboneCosts, Cutting
 from lightning_dpipe.planning.variants import (
     SELF_CONDITIONING,
@@ -51,12 +52,15 @@ class Space:
     """What the search may choose from; None leaves a number free.
 
     `group_devices` are devices of one pipeline group, `probability` the share of self-conditioned
-    steps. `max_plans` is how many plans may be tried, `max_nodes` how many prefixes of stages each
+    steps. `max_plans` is how many plans may be tried, `max_idle` how many of them after the best
+    one (None: any number), `max_nodes` how many prefixes of stages each
     configuration may look at in strict order (None: all, see `best_first`). A plan within `close`
-    (relative) of what bounds all that is left ends the search; 0 is exact. With a `network` the
-    devices of pipelines are put on its nodes, in regular layouts, and the best plan's then by
-    `mapping`; links are those that its pipelines see there. `max_shares` are the splits of rows
-    tried for a stage on devices of several kinds (None: all).
+    (relative) of what bounds all that is left ends the search; 0 is exact. With the `objective`
+    "paper" each configuration has one cut, that of least T_max, and the best of those that are
+    simulated is taken; the bound is still one on all plans. With a `network` the devices of
+    pipelines are put on its nodes, in regular layouts, and the best plan's then by `mapping`; links
+    are those that its pipelines see there. `max_shares` are the splits of rows tried for a stage on
+    devices of several kinds (None: all).
     """
 
     num_stages: int | None = None
@@ -67,8 +71,10 @@ class Space:
     probability: float = SELF_CONDITIONING
     max_group: int = MAX_GROUP
     max_plans: int = 64
-    max_nodes: int | None = 32
+    max_idle: int | None = 20
+    max_nodes: int | None = 512
     close: float = 1e-4
+    objective: str = "simulated"
     network: Network | None = None
     max_shares: int | None = 4
 
@@ -104,7 +110,7 @@ def search(
 
     Raises:
         PlanError: No plan fits the numbers, the model or the memory.
-        UnsupportedError: The model has several backbones.
+        UnsupportedError: A backbone reads what another one writes.
     """
     space = Space() if space is None else space
     filler = filler_of(space.fill)
@@ -121,7 +127,7 @@ def search(
         configs = _configs(profile, space, world_size, batch_size, hidden=filler is not None)
     queue = Rounds(configs)
     best: Plan | None = None
-    best_us, tried = float("inf"), 0
+    best_us, tried, at = float("inf"), 0, 0
     for config, stages in queue:
         plan = (config.plan or plan_of)(base, config.cutting, stages)
         if config.groups is not None:
@@ -130,21 +136,23 @@ def search(
             seen = config.profile
         else:
             seen = profile if space.network is None else space.network.placed(profile, plan)
+        plan = in_order(plan, seen)
         tried += 1
         if expected_bound_us(plan, seen, space.probability, filled=filler) < queue.limit_us:
             if filler is not None:
                 plan = with_fills(plan, seen, fill=filler)
             plan_us = expected_us(plan, seen, space.probability)
             if plan_us < best_us:
-                best, best_us = plan, plan_us
+                best, best_us, at = plan, plan_us, tried
                 queue.limit_us = best_us / (1 + space.close)
             if progress is not None:
                 progress(tried, best_us, queue.bound_us)
-        if queue.bound_us >= queue.limit_us or tried >= space.max_plans:
+        idle = best is not None and space.max_idle is not None and tried - at >= space.max_idle
+        if queue.bound_us >= queue.limit_us or tried >= space.max_plans or idle:
             break
     if best is None:
         raise PlanError(_nothing_fits(profile, space, world_size, batch_size))
-    if space.network is not None and not profile.kinds:
+    if space.network is not None and _places(profile):
         best, best_us = space.network.place(
             best, profile, filler=filler, probability=space.probability
         )
@@ -182,17 +190,26 @@ def _configs(
     profile: Profile, space: Space, world_size: int, batch_size: int, *, hidden: bool
 ) -> Iterator[Config]:
     """Every combination of devices, micro-batches, stages and schedule that the space allows."""
-    backbone = only_backbone(profile)
     if profile.kinds:
         raise UnsupportedError(
             f"the profile has {1 + len(profile.others)} kinds of devices, this search takes them "
             "to be alike; use mixed.search_mixed, or make_plan"
         )
     frozen_us = least_frozen_us(FrozenCosts.of(profile, samples=batch_size))
+    aim = Aim(
+        probability=space.probability,
+        frozen_us=frozen_us,
+        hidden=hidden,
+        shared=filler_of(space.fill) == "auto",
+        max_nodes=space.max_nodes,
+        objective=space.objective,
+    )
     for num_devices in group_devices(space, world_size):
         batch = batch_size * num_devices
-        placements = _placements(profile, backbone, space, world_size, num_devices)
-        least = BackboneCosts(_best_links(profile, placements), backbone)
+        placements = _placements(profile, space, world_size, num_devices)
+        least = placements[0].costs
+        if len(placements) > 1:
+            least = costs_of(best_of([p.costs.profile for p in placements]))
         stages = _stage_choices(space, num_devices, least.num_layers)
         choices = itertools.product(microbatch_choices(space, batch), space.schedules)
         for num_microbatches, schedule in choices:
@@ -203,109 +220,85 @@ def _configs(
                 schedule=schedule,
                 memory_bytes=profile.memory_bytes,
             )
-            bounds = partial(
-                _chain_bounds,
-                cutting=plain,
-                max_stages=max(stages, default=0),
-                frozen_us=frozen_us,
-                hidden=hidden,
-                probability=space.probability,
-                shared=filler_of(space.fill) == "auto",
-            )
             if stages:
-                yield from _pipelines(placements, least, plain, stages, space, bounds)
+                yield from _pipelines(placements, least, plain, stages, aim)
             if num_devices == 1 and space.num_stages is None and schedule == space.schedules[0]:
-                yield _buckets(least, plain, space, frozen_us, hidden=hidden)
+                yield _buckets(placements[0], plain, space, frozen_us, hidden=hidden)
 
 
-Placement = tuple[tuple[tuple[int, ...], ...], BackboneCosts]
-"""Groups, and costs under links that no plan on them beats."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Placement:
+    """Groups, and costs under links that no plan on them beats. `profile` has the links of any
+    plan, where they do not depend on it."""
 
-Variants = tuple[tuple[float, ChainBounds], ...]
-"""Share of steps and bounds of every variant of the step."""
+    costs: BackboneCosts | Directions
+    groups: tuple[tuple[int, ...], ...] | None = None
+    profile: Profile | None = None
+
+
+def _places(profile: Profile) -> bool:
+    """Whether devices are put on nodes: equal ones, of a model with one backbone."""
+    return not profile.kinds and len(profile.graph.backbones) == 1
 
 
 def _placements(
-    profile: Profile, backbone: str, space: Space, world_size: int, num_devices: int
-) -> list[Placement]:
+    profile: Profile, space: Space, world_size: int, num_devices: int
+) -> list[_Placement]:
     """Where pipelines may be."""
     if space.network is None:
-        return [(default_groups(world_size, num_devices), BackboneCosts(profile, backbone))]
+        return [_Placement(costs=costs_of(profile), profile=profile)]
+    if not _places(profile):
+        seen = space.network(profile, num_devices)
+        return [_Placement(costs=costs_of(seen), profile=seen)]
     return [
-        (groups, BackboneCosts(space.network.least(profile, groups), backbone))
+        _Placement(costs=costs_of(space.network.least(profile, groups)), groups=groups)
         for groups in space.network.layouts(world_size, num_devices)
     ]
 
 
-def _best_links(profile: Profile, placements: list[Placement]) -> Profile:
-    """The profile with links that none of the placements beats."""
-    if len(placements) == 1:
-        return placements[0][1].profile
-    return best_of([costs.profile for _, costs in placements])
-
-
-def _chain_bounds(
-    costs: BackboneCosts,
-    *,
-    cutting: Cutting,
-    max_stages: int,
-    frozen_us: int,
-    hidden: bool,
-    probability: float,
-    shared: bool,
-) -> Variants:
-    return tuple(
-        (
-            share,
-            ChainBounds(
-                costs,
-                replace(cutting, self_conditioned=conditioned),
-                max_stages=max_stages,
-                frozen_us=frozen_us,
-                hidden=hidden,
-                shared=shared,
-            ),
-        )
-        for conditioned, share in variants_of(costs.profile.graph, probability)
-    )
-
-
 def _pipelines(
-    placements: list[Placement],
-    least: BackboneCosts,
+    placements: list[_Placement],
+    least: BackboneCosts | Directions,
     cutting: Cutting,
     stages: list[int],
-    space: Space,
-    bounds: Callable[[BackboneCosts], Variants],
+    aim: Aim,
 ) -> Iterator[Config]:
-    """One stage a device, for each number of stages and placement.
+    """For each number of stages and placement.
 
     Bounds under the best links of all placements say which placements deserve their own.
     """
-    of_any = bounds(least)
-    own = cache(bounds) if len(placements) > 1 else lambda costs: of_any
 
-    def chains(costs: BackboneCosts, num_stages: int, limit_us: Callable[[], float]) -> Chains:
-        variants = own(costs)
-        for cut in cuts_by_bound(
-            variants, num_stages, limit_us=limit_us, max_nodes=space.max_nodes
-        ):
-            yield cut.bound_us, stages_of(costs.backbone, cut, variants[0][1])
+    def own_chains(
+        own: Callable[[], list[Pipeline]], index: int, limit_us: Callable[[], float]
+    ) -> Chains:
+        yield from own()[index][1](limit_us)
 
-    for num_stages in stages:
-        for groups, costs in placements:
+    owns = [
+        cache(lambda costs=p.costs: list(pipelines(costs, cutting, stages, aim)))
+        for p in placements
+    ]
+    for index, (bound_us, of_any) in enumerate(pipelines(least, cutting, stages, aim)):
+        for placement, own in zip(placements, owns, strict=True):
+            alone = len(placements) == 1
             yield Config(
-                groups=groups,
+                groups=placement.groups,
+                profile=placement.profile,
                 cutting=cutting,
-                bound_us=expected_least_us(of_any, num_stages),
-                chains=partial(chains, costs, num_stages),
+                bound_us=bound_us,
+                chains=of_any if alone else partial(own_chains, own, index),
             )
 
 
 def _buckets(
-    costs: BackboneCosts, cutting: Cutting, space: Space, frozen_us: int, *, hidden: bool
+    placement: _Placement,
+    cutting: Cutting,
+    space: Space,
+    frozen_us: int,
+    *,
+    hidden: bool,
 ) -> Config:
     """Several stages on one device."""
+    costs = placement.costs
     bound_us = costs.profile.overhead_us + sum(
         share
         * buckets.least_us(
@@ -322,8 +315,13 @@ def _buckets(
             if buckets.fits(costs, cutting, stages):
                 yield bound_us, stages
 
-    groups = default_groups(cutting.num_groups, 1)
-    return Config(groups=groups, cutting=cutting, bound_us=bound_us, chains=chains)
+    return Config(
+        groups=placement.groups,
+        profile=placement.profile,
+        cutting=cutting,
+        bound_us=bound_us,
+        chains=chains,
+    )
 
 
 def group_devices(space: Space, world_size: int) -> list[int]:

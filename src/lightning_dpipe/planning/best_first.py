@@ -11,7 +11,9 @@ its best simulated iteration has missed nothing.
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
+from typing import Any
 
 import numpy as np
 
@@ -39,8 +41,11 @@ class Cut:
     bound_us: float
 
 
-_Entry = tuple[float, int, int, tuple[Part, ...], tuple[Prefix, ...]]
+Entry = tuple[float, int, int, tuple[Any, ...], tuple[Any, ...]]
 """Bound, stages still to choose, a running number, the stages chosen, what precedes the last."""
+
+Extend = Callable[[Entry, float, Iterator[int]], Iterator[Entry]]
+"""A prefix, a limit, running numbers -> prefixes with one more stage whose bound is below it."""
 
 Variant = tuple[float, ChainBounds]
 """Probability of a variant of the step (with or without self-conditioning), and its bounds."""
@@ -72,41 +77,56 @@ def cuts_by_bound(
             After that the best `BEAM` of each length are kept, and their cuts yielded with the
             bound of all that is left. A last cut without parts says that others were left out.
     """
+    start = (num_stages, (NOTHING,) * len(variants))
+    for bound_us, parts in by_bound(start, partial(_extended, variants), limit_us, max_nodes):
+        yield Cut(parts=parts, bound_us=bound_us)
+
+
+def by_bound(
+    start: tuple[int, tuple[Any, ...]],
+    extend: Extend,
+    limit_us: Callable[[], float],
+    max_nodes: int | None,
+) -> Iterator[tuple[float, tuple[Any, ...]]]:
+    """Yield (bound, stages chosen) as `cuts_by_bound` does, however prefixes are extended.
+
+    `start` is the number of stages to choose and what precedes the first one.
+    """
     ticket = count()
-    queue: list[_Entry] = [(0.0, num_stages, next(ticket), (), (NOTHING,) * len(variants))]
+    queue: list[Entry] = [(0.0, start[0], next(ticket), (), start[1])]
     num_nodes = 0
     while queue:
         if num_nodes == max_nodes:
-            yield from _beam(variants, queue, limit_us(), ticket)
+            yield from _beam(extend, queue, limit_us(), ticket)
             return
         entry = heapq.heappop(queue)
         if entry[1] == 0:
-            yield Cut(parts=entry[3], bound_us=entry[0])
+            yield entry[0], entry[3]
             continue
         num_nodes += 1
-        for longer in _extended(variants, entry, limit_us(), ticket):
+        for longer in extend(entry, limit_us(), ticket):
             heapq.heappush(queue, longer)
 
 
 def _beam(
-    variants: Sequence[Variant], queue: Sequence[_Entry], limit_us: float, ticket: Iterator[int]
-) -> Iterator[Cut]:
+    extend: Extend, queue: Sequence[Entry], limit_us: float, ticket: Iterator[int]
+) -> Iterator[tuple[float, tuple[Any, ...]]]:
     """Complete the best prefixes of each length."""
     left_us = min(entry[0] for entry in queue)
-    by_left: dict[int, list[_Entry]] = {}
+    by_left: dict[int, list[Entry]] = {}
     for entry in queue:
         by_left.setdefault(entry[1], []).append(entry)
     for stages in range(max(by_left), 0, -1):
         for entry in heapq.nsmallest(BEAM, by_left.get(stages, [])):
-            by_left.setdefault(stages - 1, []).extend(_extended(variants, entry, limit_us, ticket))
+            by_left.setdefault(stages - 1, []).extend(extend(entry, limit_us, ticket))
     for entry in heapq.nsmallest(BEAM, by_left.get(0, [])):
-        yield Cut(parts=entry[3], bound_us=left_us)
-    yield Cut(parts=(), bound_us=left_us)
+        yield left_us, entry[3]
+    yield left_us, ()
 
 
 def _extended(
-    variants: Sequence[Variant], entry: _Entry, limit_us: float, ticket: Iterator[int]
-) -> Iterator[_Entry]:
+    variants: Sequence[Variant], entry: Entry, limit_us: float, ticket: Iterator[int]
+) -> Iterator[Entry]:
     """A prefix with each stage that may follow, if its bound is below the limit."""
     _, stages, _, parts, prefixes = entry
     first = 0

@@ -18,10 +18,24 @@ over cuts separately, so the bound of a chain may be below that of any cut: it s
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
-from lightning_dpipe.planning.stage_costs import Array, BackboneCosts, Cutting, StageTable
+from lightning_dpipe.core.profile import Profile
+from lightning_dpipe.planning.stage_costs import Array, Cutting, StageTable
+
+
+class ChainCosts(Protocol):
+    """What is asked of the costs of a chain: a backbone's, or those of one direction of several."""
+
+    @property
+    def profile(self) -> Profile: ...  # noqa: D102
+    @property
+    def num_layers(self) -> int: ...  # noqa: D102
+
+    def hops_us(self, cutting: Cutting, most_replicas: int) -> tuple[Array, Array]: ...  # noqa: D102
+    def table(self, cutting: Cutting, *, replicas: int, from_back: int) -> StageTable: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +93,7 @@ class ChainBounds:
 
     def __init__(
         self,
-        costs: BackboneCosts,
+        costs: ChainCosts,
         cutting: Cutting,
         *,
         max_stages: int,

@@ -19,7 +19,13 @@ import numpy as np
 from lightning_dpipe.core.errors import PlanError
 from lightning_dpipe.planning.best_first import Cut, Part
 from lightning_dpipe.planning.partition import incoming_bytes
-from lightning_dpipe.planning.stage_costs import BackboneCosts, Cutting
+from lightning_dpipe.planning.stage_costs import Array, BackboneCosts, Cutting
+
+_NEAR = 1 + 1e-9
+_WIDER = (1.05, 1.2, 1.5)
+"""Room for rounding, and limits on W relative to the least that are tried before all."""
+
+_NONE = np.full(1, np.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,40 +66,112 @@ def paper_partition(
     Raises:
         PlanError: No cut has that many stages, devices and that little memory.
     """
-    most = 1 if uniform else min(cutting.num_devices, cutting.sizes[-1])
-    fronts: dict[int, list[list[Chain]]] = {}
-    for stages in range(1, num_stages + 1):
-        behind, fronts = fronts, {}
-        last = cutting.num_devices - (num_stages - stages)
-        tables = [
-            _Stages(costs, cutting, r, stages, conditioned=probability > 0)
-            for r in range(1, most + 1)
-        ]
-        for devices in range(stages, last + 1):
-            found: list[list[Chain]] = [[] for _ in range(costs.num_layers + 1)]
-            for stage in tables:
-                left = devices - stage.replicas
-                if stages == 1 and left == 0:
-                    stage.prepend_all(found, None)
-                elif left in behind:
-                    stage.prepend_all(found, behind[left])
-            fronts[devices] = found
-    ends = fronts.get(cutting.num_devices, [[]])[0]
-    if not ends:
-        raise PlanError(
-            f"the {costs.num_layers} layers of {costs.backbone!r} cannot be cut into {num_stages} "
-            f"stages on {cutting.num_devices} devices within their memory; choose another number"
-        )
+    walk = _Walk(costs, cutting, num_stages, conditioned=probability > 0, uniform=uniform)
     factor = cutting.num_microbatches + 2 * num_stages - 2
 
     def t_max_us(chain: Chain) -> float:
         slowest_us = (1 - probability) * chain.slowest_us + probability * chain.slowest_sc_us
         return factor * slowest_us + chain.gap_us
 
-    best = min(
-        ends, key=lambda chain: (t_max_us(chain), [(p.stop, p.replicas) for p in chain.parts])
-    )
+    def rank(chain: Chain) -> tuple[float, list[tuple[int, int]]]:
+        return t_max_us(chain), [(p.stop, p.replicas) for p in chain.parts]
+
+    if not np.isfinite(walk.least_us):
+        raise PlanError(
+            f"the {costs.num_layers} layers of {costs.backbone!r} cannot be cut into {num_stages} "
+            f"stages on {cutting.num_devices} devices within their memory; choose another number"
+        )
+    # T_max >= factor * W: the least W gives a T_max, and no W above that / factor wins. A few wider
+    # limits before that find a better T_max, which rules out more.
+    best = min(walk.chains(walk.least_us, factor, np.inf), key=rank)
+    for wider in _WIDER:
+        if walk.least_us * wider < t_max_us(best) / factor:
+            found = walk.chains(walk.least_us * wider, factor, t_max_us(best))
+            best = min((best, *found), key=rank)
+    most_us = t_max_us(best)
+    best = min((best, *walk.chains(most_us / factor, factor, most_us)), key=rank)
     return Cut(parts=best.parts, bound_us=t_max_us(best))
+
+
+class _Walk:
+    """All chains of `num_stages` stages whose slowest stage stays within a limit."""
+
+    def __init__(
+        self,
+        costs: BackboneCosts,
+        cutting: Cutting,
+        num_stages: int,
+        *,
+        conditioned: bool,
+        uniform: bool,
+    ) -> None:
+        self.num_stages, self.num_devices = num_stages, cutting.num_devices
+        self.num_layers = costs.num_layers
+        most = 1 if uniform else min(cutting.num_devices, cutting.sizes[-1])
+        # By position, from the last stage of the pipeline to the first.
+        self.tables = [
+            [_Stages(costs, cutting, r, i + 1, conditioned=conditioned) for r in range(1, most + 1)]
+            for i in range(num_stages)
+        ]
+        self.before = self._before()
+        # At most this much backward, recomputation included, is in front of a border.
+        rows = cutting.sizes[0]
+        self.hides_us = (costs.at("forward_us", rows) + costs.at("backward_us", rows))[0]
+        self.least_us = float(self.before.get((num_stages, self.num_devices), _NONE)[-1])
+
+    def chains(self, limit_us: float, factor: int, most_us: float) -> list[Chain]:
+        """Chains of all layers on all devices that no other one beats.
+
+        Only those whose stages stay within `limit_us` and whose T_max can be within `most_us`.
+        """
+        limit = _Limit(limit_us * _NEAR, factor, most_us * _NEAR, self.hides_us)
+        fronts: dict[int, list[list[Chain]]] = {}
+        for i, tables in enumerate(self.tables):
+            behind, fronts = fronts, {}
+            for devices in range(i + 1, self.num_devices - (self.num_stages - i - 1) + 1):
+                before = self.before.get((self.num_stages - i - 1, self.num_devices - devices))
+                if before is None:
+                    continue
+                found: list[list[Chain]] = [[] for _ in range(self.num_layers + 1)]
+                for stage in tables:
+                    left = devices - stage.replicas
+                    if i == 0 and left == 0:
+                        stage.prepend_all(found, None, before, limit)
+                    elif left in behind:
+                        stage.prepend_all(found, behind[left], before, limit)
+                fronts[devices] = found
+        return fronts[self.num_devices][0]
+
+    def _before(self) -> dict[tuple[int, int], Array]:
+        """(stages, devices) -> per border: least slowest stage of the layers in front of it."""
+        first = np.full(self.num_layers + 1, np.inf)
+        first[0] = 0.0
+        found = {(0, 0): first}
+        for stages in range(1, self.num_stages + 1):
+            for devices in range(stages, self.num_devices + 1):
+                ends = [
+                    np.maximum(found[stages - 1, left][:, None], stage.limited).min(axis=0)
+                    for stage in self.tables[self.num_stages - stages]
+                    if (stages - 1, left := devices - stage.replicas) in found
+                ]
+                if ends:
+                    found[stages, devices] = np.minimum.reduce(ends)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """What a chain may reach: W, and factor * W + Y, of which `hides_us[start]` may still go."""
+
+    slowest_us: float
+    factor: int
+    t_max_us: float
+    hides_us: Array
+
+    def allows(self, chain: Chain, before_us: float, start: int) -> bool:
+        slowest_us = max(chain.slowest_us, before_us)
+        gap_us = max(0.0, chain.gap_us - float(self.hides_us[start]))
+        return self.factor * slowest_us + gap_us <= self.t_max_us
 
 
 class _Stages:
@@ -126,20 +204,28 @@ class _Stages:
         self.slowest_sc = conditioned * np.maximum(
             2 * forward + self.backward, np.where(sent, 1.5 * wire + 3 * link.latency_us, 0)
         )
+        self.limited = np.where(self.exists, self.slowest, np.inf)
 
     def prepend_all(
-        self, found: Sequence[list[Chain]], behind: Sequence[Sequence[Chain]] | None
+        self,
+        found: Sequence[list[Chain]],
+        behind: Sequence[Sequence[Chain]] | None,
+        before: Array,
+        limit: "_Limit",
     ) -> None:
-        """Add every chain that starts with one of these stages to the front of its start."""
-        num_layers = len(found) - 1
-        for start in range(num_layers):
-            stops = range(start + 1, num_layers) if behind is not None else (num_layers,)
-            for stop in stops:
-                if not self.exists[start, stop]:
-                    continue
-                rests = _END if behind is None else behind[stop]
-                for rest in rests:
-                    _keep(found[start], self._prepend(start, stop, rest))
+        """Add every chain that starts with one of these stages to the front of its start.
+
+        Only those that may stay within the limit; `before` is the slowest stage in front of them.
+        """
+        last = len(found) - 1
+        within = (self.limited <= limit.slowest_us) & (before <= limit.slowest_us)[:, None]
+        for start, stop in np.argwhere(within).tolist():
+            if (stop == last) != (behind is None):
+                continue
+            for rest in _END if behind is None else behind[stop]:
+                chain = self._prepend(start, stop, rest)
+                if limit.allows(chain, float(before[start]), start):
+                    _keep(found[start], chain)
 
     def _prepend(self, start: int, stop: int, rest: Chain) -> Chain:
         return Chain(

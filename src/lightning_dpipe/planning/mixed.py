@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from lightning_dpipe.core.errors import PlanError
+from lightning_dpipe.core.errors import PlanError, UnsupportedError
 from lightning_dpipe.core.fleet import groups_by_kind
 from lightning_dpipe.core.plan import Plan, Stage, split_sizes
 from lightning_dpipe.core.profile import Profile
@@ -32,7 +32,8 @@ from lightning_dpipe.planning.backlog import FrozenCosts
 from lightning_dpipe.planning.best_first import Cut, cuts_by_bound, expected_least_us
 from lightning_dpipe.planning.filling import least_frozen_us
 from lightning_dpipe.planning.mixed_bounds import MixedBounds
-from lightning_dpipe.planning.rounds import Chains, Config
+from lightning_dpipe.planning.pipelines import Chains
+from lightning_dpipe.planning.rounds import Config
 from lightning_dpipe.planning.stage_costs import BackboneCosts, Cutting
 from lightning_dpipe.planning.teams import RowCosts, teams_of
 from lightning_dpipe.planning.variants import filler_of, variants_of
@@ -55,13 +56,18 @@ def search_mixed(
     Raises:
         PlanError: No plan fits the numbers, the model or the memory, or the profile is of another
             world.
-        UnsupportedError: The model has several backbones.
+        UnsupportedError: The model has several backbones, or the objective is the paper's.
     """
     space = Space() if space is None else space
     if len(profile.kinds) != world_size:
         raise PlanError(
             f"the profile knows the devices of {len(profile.kinds)} ranks, the world has "
             f"{world_size}; profile the world that is planned for"
+        )
+    if space.objective != "simulated":
+        raise UnsupportedError(
+            f"objective={space.objective!r} for {1 + len(profile.others)} kinds of devices; their "
+            "plans are compared by the simulated iteration: leave objective out"
         )
     configs = _configs(profile, space, batch_size)
     return search(
@@ -197,7 +203,7 @@ def _stages_of(cut: Cut, bounds: MixedBounds) -> tuple[Stage, ...]:
         table = bounds.table(part.replicas, len(cut.parts) - i)
         stages.append(
             Stage(
-                backbone=bounds.costs.backbone,
+                backbone=bounds.kinds[0].backbone,
                 start=part.start,
                 stop=part.stop,
                 devices=tuple(next(free[kind]) for kind in team.kinds),

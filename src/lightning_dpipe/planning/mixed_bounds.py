@@ -92,8 +92,8 @@ class MixedBounds(ChainBounds):
         again, allowed = self._memory(members, from_back)
         found = [self._member(kind, rows, again) for kind, rows in sorted(members)]
         works, firsts, lasts, steps, loads = (list(x) for x in zip(*found, strict=True))
-        sync = self.costs.sync(team.size * self.cutting.num_groups)
-        allowed &= self.costs.sequential
+        sync = self.kinds[0].sync(team.size * self.cutting.num_groups)
+        allowed &= self.kinds[0].sequential
         infinite = np.where(allowed, 0.0, np.inf)
         # Without a reduction nobody waits for the slowest before the optimizer.
         least: Array = np.minimum.reduce(steps)
@@ -133,12 +133,14 @@ class MixedBounds(ChainBounds):
         again, allowed = np.zeros((n, n), dtype=bool), np.ones((n, n), dtype=bool)
         held = []
         for kind, rows in members:
-            limit = self.kinds[kind].profile.memory_bytes
+            costs = self.kinds[kind]
+            limit = costs.profile.memory_bytes
             if limit is not None:
                 in_flight = rows[: self.cutting.in_flight(from_back)]
-                held.append((limit, *self.kinds[kind].bytes_held(in_flight)))
-        for limit, plain, _ in held:
-            again |= plain > limit
-        for limit, plain, recomputing in held:
-            allowed &= np.where(again, recomputing, plain) <= limit
+                left = limit - costs.frozen_bytes - costs.resident_bytes
+                held.append((left, *costs.held_bytes_of(in_flight)))
+        for left, plain, _ in held:
+            again |= plain > left
+        for left, plain, recomputing in held:
+            allowed &= np.where(again, recomputing, plain) <= left
         return again, allowed

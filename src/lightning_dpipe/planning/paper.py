@@ -85,10 +85,12 @@ def paper_plan(
     for least_us, num, bounds in bounded:
         if least_us >= best_us:
             break  # every plan that is left has a bound above the best: the outer search is over
+        costs = bounds.costs
+        assert isinstance(costs, BackboneCosts)
         cut = paper_partition(
-            bounds.costs, bounds.cutting, num_stages=num, probability=probability, uniform=True
+            costs, bounds.cutting, num_stages=num, probability=probability, uniform=True
         )
-        stages = best_first.stages_of(bounds.costs.backbone, cut, bounds)
+        stages = best_first.stages_of(costs.backbone, cut, bounds)
         plan = plan_of(base, bounds.cutting, stages)
         seen = profile if network is None else network.placed(profile, plan)
         if fill:

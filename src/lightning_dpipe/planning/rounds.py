@@ -10,11 +10,8 @@ from dataclasses import dataclass
 
 from lightning_dpipe.core.plan import Plan, Stage
 from lightning_dpipe.core.profile import Profile
+from lightning_dpipe.planning.pipelines import Chains
 from lightning_dpipe.planning.stage_costs import Cutting
-
-Chains = Iterator[tuple[float, tuple[Stage, ...]]]
-"""Stages with the expected iteration that they and all later ones cannot beat; no stages: others
-were left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +33,20 @@ class Config:
 
 class Rounds:
     """Chains of all configurations, in rounds: each round takes the next one of every configuration
-    that could still win, the least bound first. Nothing at or above `limit_us` could."""
+    that could still win, the least bound first. Nothing at or above `limit_us` could. Data
+    parallelism comes before all rounds: it is simulated at once, and rules out many others."""
 
     def __init__(self, configs: Iterable[Config]) -> None:
         self.limit_us = self._left_out_us = float("inf")
         self._heap: list[_Entry] = [
-            (0, config.bound_us, ticket, config, config.chains(lambda: self.limit_us), None)
+            (
+                min(0, config.cutting.num_devices - 2),
+                config.bound_us,
+                ticket,
+                config,
+                config.chains(lambda: self.limit_us),
+                None,
+            )
             for ticket, config in enumerate(configs)
             if config.bound_us < float("inf")
         ]

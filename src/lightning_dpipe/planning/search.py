@@ -43,6 +43,7 @@ def make_plan(
     fill: bool | str = True,
     cuts: Cuts | None = None,
     probability: float = SELF_CONDITIONING,
+    objective: str = "simulated",
     progress: Progress | None = None,
     network: Network | None = None,
 ) -> Plan:
@@ -63,6 +64,8 @@ def make_plan(
         cuts: First layer of every stage but the first, by backbone if there are several; by default
             the fastest slowest stage.
         probability: Share of self-conditioned steps, if the model has them.
+        objective: "paper" cuts by DiffusionPipe's T_max (`dp`, `pair_dp`); "simulated" balances a
+            given number of stages, and in a search goes by the simulated iteration.
         progress: Called during a search, see `auto.Progress`.
         network: The cluster's nodes and links; pipelines are then put on nodes as fits best.
 
@@ -72,14 +75,23 @@ def make_plan(
     Raises:
         PlanError: The numbers do not fit each other or the model.
         ScheduleError: The schedule is unknown.
-        UnsupportedError: "auto" for a model with several backbones.
+        UnsupportedError: A backbone reads what another one writes; or devices are of several kinds
+            and the model has several backbones, or `objective` is given.
     """
     filler = filler_of(fill)
     mixed = bool(profile.kinds)
-    if mixed or "auto" in (num_stages, num_microbatches):
+    if mixed or "auto" in (num_stages, num_microbatches) or objective != "simulated":
+        if num_microbatches is None and num_stages != "auto" and not mixed:
+            num_microbatches = _usual_microbatches(num_stages or world_size, batch_size)
         space = space_of(num_stages, num_microbatches, world_size, cuts, mixed=mixed)
-        space = replace(space, schedules=(schedule,), fill=fill, probability=probability)
-        space = replace(space, network=network)
+        space = replace(
+            space,
+            schedules=(schedule,),
+            fill=fill,
+            probability=probability,
+            objective=objective,
+            network=network,
+        )
         found = (search_mixed if mixed else search)(
             profile, world_size=world_size, batch_size=batch_size, space=space, progress=progress
         )
@@ -113,7 +125,7 @@ def _fixed_plan(
     groups = default_groups(world_size, num_stages)
     group_batch = batch_size * num_stages
     if num_microbatches is None:
-        num_microbatches = max(1, min(MICROBATCHES_PER_STAGE * num_stages, group_batch))
+        num_microbatches = _usual_microbatches(num_stages, batch_size)
     if not 1 <= num_microbatches <= group_batch:
         raise PlanError(
             f"num_microbatches={num_microbatches} for a pipeline's batch of {group_batch} samples "
@@ -135,6 +147,10 @@ def _fixed_plan(
     return with_lengths(plan, profile)
 
 
+def _usual_microbatches(num_stages: int, batch_size: int) -> int:
+    return max(1, min(MICROBATCHES_PER_STAGE * num_stages, batch_size * num_stages))
+
+
 def space_of(
     num_stages: int | Auto | None,
     num_microbatches: int | Auto | None,
@@ -150,7 +166,8 @@ def space_of(
     """
     if cuts is not None:
         given = dict(cuts) if isinstance(cuts, Mapping) else tuple(cuts)
-        by, remedy = '"auto"', "give num_microbatches as a number, or no cuts"
+        by = '"auto" or another objective'
+        remedy = "give num_microbatches as a number and no objective, or no cuts"
         if mixed:
             by, remedy = "the speeds of several kinds of devices", "give no cuts"
         raise PlanError(f"cuts={given} fix the stages, which {by} would choose; {remedy}")

@@ -97,6 +97,8 @@ class BackboneCosts:
         self.step = _spans(np.array([x.optimizer_us for x in self.cost.layers]))
         self.trained_bytes = _spans(np.array([x.trained_bytes for x in self.cost.layers]))
         self.param_bytes = _spans(np.array([x.param_bytes for x in self.cost.layers]))
+        self.resident_bytes = self.param_bytes + (1 + MOMENTS_PER_WEIGHT) * self.trained_bytes
+        """Weights, gradients and moments of every stage."""
         self.frozen_bytes = sum(
             layer.param_bytes
             for component in profile.graph.frozen
@@ -221,19 +223,19 @@ class BackboneCosts:
         n = self.num_layers + 1
         if cutting.memory_bytes is None:
             return np.zeros((n, n), dtype=bool), np.ones((n, n), dtype=bool)
-        rows = [-(-size // replicas) for size in cutting.sizes[: cutting.in_flight(from_back)]]
-        plain, again = self.bytes_held(rows)
-        recompute = plain > cutting.memory_bytes
-        return recompute, np.minimum(plain, again) <= cutting.memory_bytes
+        plain, again = self.held_bytes(cutting, replicas, from_back)
+        left = cutting.memory_bytes - self.frozen_bytes - self.resident_bytes
+        return plain > left, np.minimum(plain, again) <= left
 
-    def bytes_held(self, rows: Sequence[int]) -> tuple[Array, Array]:
-        """Bytes of stages with micro-batches of so many rows in flight: plain, and recomputing."""
-        resident = (
-            self.frozen_bytes + self.param_bytes + (1 + MOMENTS_PER_WEIGHT) * self.trained_bytes
-        )
-        plain = resident + sum(self.at("activation_bytes", r) for r in rows)
-        again = resident + sum(rows) * self.input_bytes + self.at("activation_bytes", max(rows))
-        return plain, again
+    def held_bytes(self, cutting: Cutting, replicas: int, from_back: int) -> tuple[Array, Array]:
+        """Activations of every stage at their peak: kept, and computed again."""
+        rows = [-(-size // replicas) for size in cutting.sizes[: cutting.in_flight(from_back)]]
+        return self.held_bytes_of(rows)
+
+    def held_bytes_of(self, rows: Sequence[int]) -> tuple[Array, Array]:
+        """The same, with micro-batches of so many rows in flight, in any order."""
+        kept: Array = np.sum([self.at("activation_bytes", r) for r in rows], axis=0)
+        return kept, sum(rows) * self.input_bytes + self.at("activation_bytes", max(rows))
 
 
 def _spans(costs: NDArray[np.int64]) -> Array:

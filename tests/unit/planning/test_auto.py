@@ -26,7 +26,7 @@ EVERY = 10**9
 def exact(profile: Profile, **options: object) -> Found:
     """Search until nothing that is left could be better."""
     world = {name: options.pop(name) for name in ("world_size", "batch_size")}
-    space = Space(max_plans=EVERY, max_nodes=None, close=0.0, **options)  # type: ignore[arg-type]
+    space = Space(max_plans=EVERY, max_idle=None, max_nodes=None, close=0.0, **options)  # type: ignore[arg-type]
     return search(profile, space=space, **world)  # type: ignore[arg-type]
 
 
@@ -40,8 +40,9 @@ def sizes(max_layers: int) -> Iterator[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("num_layers", range(1, 10))
-def test_no_cut_and_no_replication_simulates_faster(num_layers: int) -> None:
-    rng = random.Random(num_layers)
+@pytest.mark.parametrize("seed", range(2))
+def test_no_cut_and_no_replication_simulates_faster(num_layers: int, seed: int) -> None:
+    rng = random.Random(num_layers + 100 * seed)
     for layers, num_devices, num_stages in sizes(num_layers):
         if layers != num_layers:
             continue
@@ -111,10 +112,13 @@ def test_no_cut_fills_to_an_earlier_end_and_the_bound_holds_for_all(seed: int) -
         assert expected_bound_us(plan, profile, 0.3) <= end + 1e-6
 
 
-def test_within_a_memory_limit_each_stage_recomputes_only_if_that_pays() -> None:
-    rng = random.Random(0)
+@pytest.mark.parametrize("num_layers", range(1, 10))
+def test_within_a_memory_limit_each_stage_recomputes_only_if_that_pays(num_layers: int) -> None:
+    rng = random.Random(num_layers)
     refused = 0
-    for num_layers, num_devices, num_stages in sizes(5):
+    for layers, num_devices, num_stages in sizes(num_layers):
+        if layers != num_layers:
+            continue
         profile = random_profile(rng, num_layers, frozen=False, feedback=False)
         batch_size, num_microbatches = 6, rng.randint(1, 4)
         plans = [

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from brute import all_stages, random_profile
@@ -36,6 +37,7 @@ def t_max_us(
         rows = -(-cut.sizes[0] // len(stage.devices))
         span = ("net", stage.start, stage.stop, rows)
         f, b = profile.forward_us(*span), profile.backward_us(*span)
+        b += f if stage.recompute else 0
         num_bytes = traffic[stage.start][stage.stop] * rows
         wire = num_bytes * 1e6 / link.bytes_per_s
         latency = link.latency_us if num_bytes else 0
@@ -54,23 +56,67 @@ def t_max_us(
 @pytest.mark.parametrize("probability", [0.0, 0.5])
 def test_no_cut_and_no_replication_has_a_smaller_t_max(num_layers: int, probability: float) -> None:
     rng = random.Random(num_layers)
+    limited = refused = 0
     for num_devices, num_stages in itertools.product(range(1, 5), range(1, 4)):
         if num_stages > min(num_devices, num_layers):
             continue
         for _ in range(3):
             profile = random_profile(rng, num_layers, frozen=False, feedback=probability > 0)
-            cut = cutting(num_devices, rng.randint(1, 5), 5 * num_devices * rng.randint(1, 3))
-            found = paper_partition(
-                BackboneCosts(profile, "net"), cut, num_stages=num_stages, probability=probability
-            )
-            best = min(
-                t_max_us(profile, stages, cut, probability)
-                for stages in all_stages(num_layers, num_stages, num_devices)
-            )
-            assert found.bound_us == pytest.approx(best)
-            assert sum(part.replicas for part in found.parts) == num_devices
-            borders = [part.start for part in found.parts] + [found.parts[-1].stop]
-            assert borders == sorted({0, *borders, num_layers})
+            costs = BackboneCosts(profile, "net")
+            batch = 5 * num_devices * rng.randint(1, 3)
+            free = cutting(num_devices, rng.randint(1, 5), batch)
+            every = list(all_stages(num_layers, num_stages, num_devices))
+            memory = rng.choice(sorted(peak_bytes(costs, stages, free) for stages in every))
+            for limit in (None, int(memory) - rng.randint(0, 1)):
+                cut = cutting(num_devices, free.num_microbatches, batch, memory_bytes=limit)
+                fitting = [
+                    recomputing(costs, stages, cut)
+                    for stages in every
+                    if limit is None or peak_bytes(costs, stages, cut) <= limit
+                ]
+                if not fitting:
+                    refused += 1
+                    with pytest.raises(PlanError, match="cannot be cut into"):
+                        paper_partition(costs, cut, num_stages=num_stages)
+                    continue
+                limited += len(fitting) < len(every)
+                found = paper_partition(costs, cut, num_stages=num_stages, probability=probability)
+                best = min(t_max_us(profile, stages, cut, probability) for stages in fitting)
+                assert found.bound_us == pytest.approx(best)
+                assert sum(part.replicas for part in found.parts) == num_devices
+                borders = [part.start for part in found.parts] + [found.parts[-1].stop]
+                assert borders == sorted({0, *borders, num_layers})
+    assert refused > 0
+    assert limited > 0 or num_layers < 4
+
+
+def held_bytes(
+    costs: BackboneCosts, stages: tuple[Stage, ...], i: int, cut: Cutting
+) -> tuple[float, float]:
+    """What a device of stage i holds at its peak: activations kept, and computed again."""
+    stage, profile = stages[i], costs.profile
+    layers = profile.component("net").layers[stage.start : stage.stop]
+    weights = sum(x.param_bytes + 3 * x.trained_bytes for x in layers)
+    alive = cut.sizes[: min(len(stages) - i, cut.num_microbatches)]  # 1F1B
+    rows = [-(-size // len(stage.devices)) for size in alive]
+    span = (stage.start, stage.stop)
+    kept = sum(costs.at("activation_bytes", r)[span] for r in rows)
+    again = sum(rows) * costs.input_bytes[span] + costs.at("activation_bytes", rows[0])[span]
+    return weights + kept, weights + again
+
+
+def peak_bytes(costs: BackboneCosts, stages: tuple[Stage, ...], cut: Cutting) -> float:
+    """The fullest device, if each stage recomputes where that is less."""
+    return max(min(held_bytes(costs, stages, i, cut)) for i in range(len(stages)))
+
+
+def recomputing(costs: BackboneCosts, stages: tuple[Stage, ...], cut: Cutting) -> tuple[Stage, ...]:
+    """Stages that recompute where what they keep does not fit."""
+    limit = float("inf") if cut.memory_bytes is None else cut.memory_bytes
+    return tuple(
+        replace(stage, recompute=bool(held_bytes(costs, stages, i, cut)[0] > limit))
+        for i, stage in enumerate(stages)
+    )
 
 
 def test_a_wider_slowest_stage_is_taken_when_it_hides_the_reduction() -> None:

@@ -16,6 +16,7 @@ from lightning_dpipe.planning.baselines import compare, least_work_us
 from lightning_dpipe.planning.explain import explain
 from lightning_dpipe.planning.filling import lower_bound_us
 from lightning_dpipe.planning.mixed import search_mixed
+from lightning_dpipe.planning.pair_cuts import in_order
 from lightning_dpipe.planning.paper import paper_plan
 from lightning_dpipe.planning.schedules.of_plan import schedule_of
 from lightning_dpipe.planning.search import make_plan
@@ -28,7 +29,10 @@ EVERY = 10**9
 
 def exact(profile: Profile, *, batch_size: int, **options: object) -> Found:
     """Search until nothing that is left could be better."""
-    space = Space(max_plans=EVERY, max_nodes=None, close=0.0, max_shares=None, **options)  # type: ignore[arg-type]
+    space = Space(
+        max_plans=EVERY, max_idle=None, max_nodes=None, close=0.0, max_shares=None,
+        **options,  # type: ignore[arg-type]
+    )  # fmt: skip
     return search_mixed(profile, world_size=len(profile.kinds), batch_size=batch_size, space=space)
 
 
@@ -130,6 +134,7 @@ def test_each_kind_of_device_keeps_to_its_own_memory(seed: int) -> None:
     found = exact(profile, fill=False, **options)
     assert all(a <= b for a, b in zip(peaks(found.plan), limits, strict=True))
     assert found.expected_us == min(expected_us(plan, profile) for plan in fitting)
+    assert in_order(found.plan, profile) == found.plan
 
 
 def test_two_devices_of_speeds_one_and_two_come_near_the_ideal_of_three_halves() -> None:
@@ -158,7 +163,10 @@ def test_few_splits_come_near_all_of_them() -> None:
         rng = random.Random(seed)
         profile = random_fleet(rng, 5, (0, 1, 1), frozen=True, feedback=False)
         every = search_mixed(
-            profile, world_size=3, batch_size=8, space=Space(max_shares=None, max_plans=200)
+            profile,
+            world_size=3,
+            batch_size=8,
+            space=Space(max_shares=None, max_plans=200, max_idle=None),
         )
         few = search_mixed(profile, world_size=3, batch_size=8)
         assert few.expected_us <= 1.03 * every.expected_us
@@ -206,6 +214,8 @@ def test_the_paper_planner_refuses_several_kinds() -> None:
     profile = fleet([fast, slowed(fast, 2.0)], (0, 1))
     with pytest.raises(UnsupportedError, match="has 2 kinds"):
         paper_plan(profile, world_size=2, batch_size=8)
+    with pytest.raises(UnsupportedError, match="objective='paper' for 2 kinds"):
+        make_plan(profile, world_size=2, batch_size=8, objective="paper")
 
 
 @pytest.mark.parametrize(

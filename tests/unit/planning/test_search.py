@@ -1,13 +1,13 @@
 import pytest
 
-from lightning_dpipe.core.errors import PlanError, ScheduleError, UnsupportedError
+from lightning_dpipe.core.errors import PlanError, ScheduleError
 from lightning_dpipe.core.jsonio import digest, from_data, to_data
 from lightning_dpipe.core.op import OpKind
 from lightning_dpipe.core.plan import Plan
 from lightning_dpipe.core.profile import Profile
 from lightning_dpipe.planning.schedules.of_plan import schedule_of
 from lightning_dpipe.planning.search import make_plan
-from synthetic import FrozenChain, model_profile, pair_profile
+from synthetic import FrozenChain, model_profile
 
 FROZEN = (FrozenChain(name="text", forward_us=(30, 30)),)
 
@@ -90,9 +90,3 @@ def test_a_batch_smaller_than_the_microbatches_is_refused_with_both_numbers(
 def test_an_unknown_schedule_is_refused(fill: bool) -> None:
     with pytest.raises(ScheduleError, match=r"unknown schedule 'zb'"):
         make_plan(profile(), world_size=2, batch_size=4, schedule="zb", fill=fill)
-
-
-def test_a_search_over_several_backbones_is_refused_by_name() -> None:
-    both = pair_profile(profile(), model_profile([100, 100]))
-    with pytest.raises(UnsupportedError, match=r"2 backbones \(net0, net1\)"):
-        make_plan(both, world_size=2, batch_size=4, num_stages="auto")
