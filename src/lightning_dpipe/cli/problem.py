@@ -185,11 +185,14 @@ def _profile(
                 "nothing chooses the model; give recipe=NAME, model._target_= or profile=FILE"
             )
         return estimate(spec, cluster, options, setting)
-    if cluster is not None and profile.device != cluster.device.name:
-        raise ProfileError(
-            f"the profile is of {profile.device}, {cluster.name} has {cluster.device.name}; "
-            "choose another cluster, or leave profile= out to estimate"
-        )
+    if cluster is not None:
+        known = [profile.device, *(kind.device for kind in profile.others)]
+        there = [cluster.device.name, *(device.name for device in cluster.others)]
+        if known != there:
+            raise ProfileError(
+                f"the profile is of {', '.join(known)}, {cluster.name} has {', '.join(there)}; "
+                "choose another cluster, or leave profile= out to estimate"
+            )
     if spec is not None:
         check_profile_of(profile, _graph(spec, profile))
     return profile
