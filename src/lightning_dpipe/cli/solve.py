@@ -17,7 +17,7 @@ from lightning_dpipe.planning.baselines import Alternative, compare, useful_rati
 from lightning_dpipe.planning.explain import Limit, limits, reasons
 from lightning_dpipe.planning.mixed import search_mixed
 from lightning_dpipe.planning.schedules.of_plan import schedule_of
-from lightning_dpipe.planning.search import make_plan
+from lightning_dpipe.planning.search import MEASURED_MARGIN, make_plan
 from lightning_dpipe.planning.traffic import Traffic, traffic
 from lightning_dpipe.simulation.memory import DeviceMemory, peak_memory
 from lightning_dpipe.strategy.callbacks.plan_artifact import predictions
@@ -48,6 +48,7 @@ def solve(problem: Problem, progress: Progress | None = None, plan: Plan | None 
     """
     num_plans, bound_us = None, None
     options, base = problem.options, problem.profile
+    margin = 0.0 if base.estimated else MEASURED_MARGIN
     if options.searches:
         space = replace(
             options.space(problem.world_size),
@@ -55,6 +56,7 @@ def solve(problem: Problem, progress: Progress | None = None, plan: Plan | None 
             fill=problem.fill,
             probability=problem.probability,
             network=problem.network,
+            margin=margin,
         )
         found = (search_mixed if base.kinds else search)(
             base,
@@ -91,7 +93,11 @@ def solve(problem: Problem, progress: Progress | None = None, plan: Plan | None 
         alternatives=alternatives,
         limits=limits(plan, seen, unfilled, filled, memory),
         reasons=reasons(
-            alternatives, given=_given(problem), num_plans=num_plans, bound_us=bound_us
+            alternatives,
+            given=_given(problem),
+            num_plans=num_plans,
+            bound_us=bound_us,
+            margin=margin,
         ),
         useful_ratio=useful_ratio(plan, seen, alternatives[0].iteration_us, problem.probability),
         num_plans=num_plans,

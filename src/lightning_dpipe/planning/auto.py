@@ -60,7 +60,9 @@ class Space:
     simulated is taken; the bound is still one on all plans. With a `network` the devices of
     pipelines are put on its nodes, in regular layouts, and the best plan's then by `mapping`; links
     are those that its pipelines see there. `max_shares` are the splits of rows tried for a stage on
-    devices of several kinds (None: all).
+    devices of several kinds (None: all). Of plans whose ends differ by less than `margin`
+    (relative) the one of the fewest stages, then micro-batches, is taken: what times cannot tell
+    apart is told apart by what can go wrong.
     """
 
     num_stages: int | None = None
@@ -77,6 +79,7 @@ class Space:
     objective: str = "simulated"
     network: Network | None = None
     max_shares: int | None = 4
+    margin: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,38 +129,56 @@ def search(
     if configs is None:
         configs = _configs(profile, space, world_size, batch_size, hidden=filler is not None)
     queue = Rounds(configs)
-    best: Plan | None = None
+    found: dict[tuple[int, int], tuple[float, Plan]] = {}  # the best plan of each effort
     best_us, tried, at = float("inf"), 0, 0
     for config, stages in queue:
-        plan = (config.plan or plan_of)(base, config.cutting, stages)
-        if config.groups is not None:
-            plan = replace(plan, groups=config.groups)
-        if config.profile is not None:
-            seen = config.profile
-        else:
-            seen = profile if space.network is None else space.network.placed(profile, plan)
-        plan = in_order(plan, seen)
+        plan, seen = _candidate(base, config, stages, profile, space)
         tried += 1
         if expected_bound_us(plan, seen, space.probability, filled=filler) < queue.limit_us:
             if filler is not None:
                 plan = with_fills(plan, seen, fill=filler)
             plan_us = expected_us(plan, seen, space.probability)
+            known = found.get(_effort(plan))
+            if known is None or plan_us < known[0]:
+                found[_effort(plan)] = plan_us, plan
             if plan_us < best_us:
-                best, best_us, at = plan, plan_us, tried
+                best_us, at = plan_us, tried
                 queue.limit_us = best_us / (1 + space.close)
             if progress is not None:
                 progress(tried, best_us, queue.bound_us)
-        idle = best is not None and space.max_idle is not None and tried - at >= space.max_idle
+        idle = found and space.max_idle is not None and tried - at >= space.max_idle
         if queue.bound_us >= queue.limit_us or tried >= space.max_plans or idle:
             break
-    if best is None:
+    if not found:
         raise PlanError(_nothing_fits(profile, space, world_size, batch_size))
+    best_us, best = found[
+        min(e for e, (us, _) in found.items() if us <= best_us * (1 + space.margin))
+    ]
     if space.network is not None and _places(profile):
         best, best_us = space.network.place(
             best, profile, filler=filler, probability=space.probability
         )
     bound_us = min(queue.bound_us, best_us)
     return Found(plan=best, expected_us=best_us, bound_us=bound_us, num_plans=tried)
+
+
+def _candidate(
+    base: Plan, config: Config, stages: tuple[Stage, ...], profile: Profile, space: Space
+) -> tuple[Plan, Profile]:
+    """A plan of a configuration without fills, and the profile with the links that it sees."""
+    plan = (config.plan or plan_of)(base, config.cutting, stages)
+    if config.groups is not None:
+        plan = replace(plan, groups=config.groups)
+    if config.profile is not None:
+        seen = config.profile
+    else:
+        seen = profile if space.network is None else space.network.placed(profile, plan)
+    return in_order(plan, seen), seen
+
+
+def _effort(plan: Plan) -> tuple[int, int]:
+    """Stages that wait for each other, and micro-batches."""
+    return (1 if plan.num_devices == 1 else len(plan.stages), plan.num_microbatches)
 
 
 def plan_of(base: Plan, cutting: Cutting, stages: tuple[Stage, ...]) -> Plan:

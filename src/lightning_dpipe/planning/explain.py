@@ -252,6 +252,7 @@ def reasons(
     given: Mapping[str, object],
     num_plans: int | None,
     bound_us: float | None,
+    margin: float = 0.0,
 ) -> tuple[str, ...]:
     """Why this plan, in sentences.
 
@@ -260,11 +261,17 @@ def reasons(
         given: Numbers that were not the planner's to choose, by name.
         num_plans: How many plans the search simulated; None if nothing was left to it.
         bound_us: What no plan of the searched space beats.
+        margin: What the search took for a tie.
     """
     plan, by_name = alternatives[0], {a.name: a for a in alternatives}
     lines = []
     if num_plans is not None and bound_us is not None:
         first = f"It is the fastest of {num_plans} plans that were simulated"
+        if margin:
+            first = (
+                f"Of {num_plans} plans that were simulated it is the one of the fewest stages and "
+                f"micro-batches within {_percent(margin)} of the fastest"
+            )
         if num_plans == 1:
             first = "It is the first plan that was simulated, the one of the lowest bound"
         lines.append(

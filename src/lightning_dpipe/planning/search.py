@@ -29,6 +29,10 @@ log = logging.getLogger(__name__)
 
 MICROBATCHES_PER_STAGE = 4
 
+MEASURED_MARGIN = 0.02
+"""Predictions from measured layers are off by about so much, and not alike for all plans: below it
+the simpler plan is the safer one (`auto.Space.margin`)."""
+
 Auto = Literal["auto"]
 
 
@@ -46,6 +50,7 @@ def make_plan(
     objective: str = "simulated",
     progress: Progress | None = None,
     network: Network | None = None,
+    margin: float = 0.0,
 ) -> Plan:
     """Plan the training of one backbone, or of several in opposite directions (see `opposite`).
 
@@ -68,6 +73,7 @@ def make_plan(
             given number of stages, and in a search goes by the simulated iteration.
         progress: Called during a search, see `auto.Progress`.
         network: The cluster's nodes and links; pipelines are then put on nodes as fits best.
+        margin: What a search takes for a tie, relative: see `auto.Space` and `MEASURED_MARGIN`.
 
     On devices of several kinds (`Profile.kinds`) who serves which stage, and with which share of
     the rows, is always searched for; `num_stages` are then stages, on any number of devices.
@@ -91,6 +97,7 @@ def make_plan(
             probability=probability,
             objective=objective,
             network=network,
+            margin=margin,
         )
         found = (search_mixed if mixed else search)(
             profile, world_size=world_size, batch_size=batch_size, space=space, progress=progress

@@ -35,6 +35,7 @@ from lightning_dpipe.planning.opposite import Cuts, num_stages_of
 from lightning_dpipe.planning.rows import row_range
 from lightning_dpipe.planning.schedules import build_schedule
 from lightning_dpipe.planning.search import (
+    MEASURED_MARGIN,
     MICROBATCHES_PER_STAGE,
     Auto,
     make_plan,
@@ -354,6 +355,7 @@ def _plan(
             batch_size=setting.batch_size,
             num_stages=options.num_stages,
             num_microbatches=options.num_microbatches,
+            margin=0.0 if profile.estimated else MEASURED_MARGIN,
             schedule=options.schedule,
             fill=setting.fill,
             cuts=options.cuts,

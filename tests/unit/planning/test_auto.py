@@ -231,3 +231,16 @@ def test_the_plan_is_the_same_every_time_and_progress_is_told() -> None:
     assert first == search(profile, world_size=4, batch_size=8)
     assert 0 < len(told) <= first.num_plans
     assert all(bound_us <= best_us for _, best_us, bound_us in told)
+
+
+def test_within_the_margin_the_plan_of_fewer_stages_and_microbatches_is_taken() -> None:
+    slow = Link(latency_us=10, bytes_per_s=2_000_000)
+    profile = model_profile([100] * 8, allreduce=slow)
+    exact = search(profile, world_size=4, batch_size=8)
+    simple = search(profile, world_size=4, batch_size=8, space=Space(margin=1.0))
+
+    def effort(plan: Plan) -> tuple[int, int]:
+        return len(plan.stages) if plan.num_devices > 1 else 1, plan.num_microbatches
+
+    assert effort(simple.plan) < effort(exact.plan)
+    assert exact.expected_us < simple.expected_us <= 2 * exact.expected_us
