@@ -3,12 +3,12 @@
     python -m benchmarks.bidirectional [--quick] [--json]
 
 A cascade of two SD-2.1-sized U-Nets, at 256 and 512 px, with one text encoder and one VAE, on 4 and
-8 emulated A100s: the real engine over threads, layers sleep for their estimated time
+8 emulated A100s: the real engine over threads, layers take their estimated time
 (`benchmarks.emulation`). Both sides fill their bubbles and see the same batches; "one after the
 other" is the sum of two iterations, each with the frozen work that its own backbone needs.
-Optimizer and gradient sums are not part of an emulated iteration. Counting the kernels takes a
-minute first. A busy machine shows up as `prediction_error`. `gain_of_encoding_once` is what shared
-encodings alone would save; `gain_of_directions_D` is the rest of the speed-up.
+Counting the kernels takes a minute first. A busy machine shows up as `prediction_error`.
+`gain_of_encoding_once` is what shared encodings alone would save; `gain_of_directions_D` is the
+rest of the speed-up.
 """
 
 import statistics
@@ -21,8 +21,7 @@ from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
 from torch import Tensor, nn
 
 from benchmarks.common import Report, parser, show
-from benchmarks.emulation import emulate
-from benchmarks.fill_emulated import without_optimizer
+from benchmarks.emulation import Case, emulate
 from lightning_dpipe.core.cluster import Cluster
 from lightning_dpipe.core.graph import ComponentKind, ModelGraph
 from lightning_dpipe.core.plan import Plan
@@ -41,7 +40,7 @@ from lightning_dpipe.profiling.roofline import count_model, roofline_profile
 from lightning_dpipe.simulation.simulate import simulate
 
 ROWS = 64
-"""Samples per device: so many that a layer sleeps for much longer than Python takes to start it."""
+"""Samples per device."""
 
 SIDE = 512
 CLUSTER = Path(__file__).resolve().parents[1] / "conf" / "cluster" / "p4de_8x8.yaml"
@@ -136,7 +135,8 @@ def run(report: Report, profile: Profile, devices: int, microbatches: int, steps
         plan = planned(part, devices, microbatches)
         said = simulate(plan, schedule_of(plan), part)
         predicted[name] = said.end_us
-        timelines = emulate(part, plan, steps=steps)
+        cases = {name: Case(plan=plan)}
+        timelines = emulate(part, cases, rounds=steps)[name]
         took[name] = statistics.median(t.end_us for t in timelines)
         report.rows.append(
             {"devices": devices, "microbatches": microbatches, "iteration": name,
@@ -155,7 +155,7 @@ def main(arguments: list[str]) -> int:
     report = Report("bidirectional")
     show("counting kernels ...")
     counted = count_model(cascade_spec())
-    profile = without_optimizer(roofline_profile(counted, cluster=cluster()))
+    profile = roofline_profile(counted, cluster=cluster())
     frozen_us = work_us(profile, ComponentKind.FROZEN)
     trained_us = work_us(profile, ComponentKind.BACKBONE)
     apart_us = sum(work_us(alone(profile, n), ComponentKind.FROZEN) for n in ("base", "fine"))
@@ -166,7 +166,7 @@ def main(arguments: list[str]) -> int:
     for devices in (4, 8):
         counts = (devices,) if options.quick else (devices // 2, devices, 2 * devices)
         for microbatches in counts:
-            run(report, profile, devices, microbatches, steps=2 if options.quick else 5)
+            run(report, profile, devices, microbatches, steps=2 if options.quick else 3)
         report.figures[f"speedup_{devices}"] = report.figures[f"speedup_{devices}_m{devices}"]
         report.figures[f"gain_of_directions_{devices}"] = (
             report.figures[f"speedup_{devices}"] / once

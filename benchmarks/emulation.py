@@ -68,7 +68,6 @@ class _Device:
         for name, case in self.cases.items():
             plan = replace(case.plan, graph_digest=digest(graph))
             _, position = plan.locate(self.rank)
-            (stage,) = plan.stages_on(position)
             session = PipelineSession(
                 graph=graph,
                 binding=self.binding,
@@ -77,7 +76,7 @@ class _Device:
                 transport=self.transport,
                 device=CPU,
                 seed=0,
-                reducer=EmulatedReducer(self.reductions[name], stage, self.clock),
+                reducer=_reducer(plan, position, self.reductions[name], self.clock),
             )
             tracer = EmulatedTracer(self.rank, position, self.clock)
             session.engine.tracer = tracer
@@ -130,6 +129,23 @@ class _Device:
                 parameter.grad = None
 
 
+def _reducer(
+    plan: Plan, position: int, reductions: Reductions, clock: DeviceClock
+) -> EmulatedReducer | None:
+    """Sums the gradients of a device's only stage; several stages must have nothing to sum."""
+    first, *others = plan.stages_on(position)
+    if not others:
+        return EmulatedReducer(reductions, first, clock)
+    for stage in (first, *others):
+        replicas = len(plan.groups) * len(plan.stages[stage].devices)
+        if replicas > 1:
+            raise ValueError(
+                f"device {position} holds {1 + len(others)} stages with {replicas} replicas; "
+                "emulated devices sum gradients for one stage each"
+            )
+    return None
+
+
 def emulate(
     profile: Profile,
     cases: Mapping[str, Case],
@@ -142,7 +158,8 @@ def emulate(
 
     Args:
         profile: Times and links of the emulated devices, for a model without self-conditioning.
-        cases: Plans made from `profile`, for groups of one size, one stage per device.
+        cases: Plans made from `profile`, for groups of one size; a device with several stages
+            has no replicas.
         rounds: Iterations of each case. Jitter differs by round, not by case.
         scale: Factor on all times; the timelines are as measured.
         progress: Called with the number of rounds done.

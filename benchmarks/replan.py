@@ -2,23 +2,35 @@
 
     python -m benchmarks.replan [--quick] [--json]
 
-Four devices (threads, layers that sleep; see `benchmarks.emulation`) train with filled bubbles and
+Four emulated devices (`benchmarks.emulated_device`) train with filled bubbles and
 a `Replanner` each. After `CHANGE` steps a frozen component takes `FACTOR` times as long. The fills
 that were made for the old times go on until the next attempt, which measures, fills anew, measures
 again and keeps what is faster.
 """
 
 import sys
-from dataclasses import replace
-from typing import Any
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from benchmarks.common import Report, parser
-from benchmarks.emulation import SleepLayer, bind_sleeps, scaled
+from benchmarks.emulated_device import (
+    CPU,
+    DeviceClock,
+    EmulatedLayer,
+    EmulatedTracer,
+    EmulatedTransport,
+    bind_emulated,
+    emulated_link,
+    small,
+)
 from lightning_dpipe.core.jsonio import digest
 from lightning_dpipe.core.plan import Plan
-from lightning_dpipe.core.profile import Profile
+from lightning_dpipe.core.profile import Profile, interpolate
 from lightning_dpipe.planning.search import make_plan
 from lightning_dpipe.runtime.bound import Binding
 from lightning_dpipe.runtime.threads import ThreadHub
@@ -43,37 +55,56 @@ def model() -> Profile:
     return model_profile([1000] * 8, frozen=frozen)
 
 
-def bind_changing(profile: Profile, graph: Any, step: list[int]) -> Binding:
-    """Sleeping layers; those of `SLOW` follow the step count."""
-    binding = bind_sleeps(graph, profile, lambda: 1.0)
+@dataclass(frozen=True)
+class ChangingLayer:
+    """A layer that gets slow at step `CHANGE`; `step` holds the one under way."""
 
-    def factor() -> float:
-        return FACTOR if step[0] >= CHANGE else 1.0
+    layer: EmulatedLayer
+    step: list[int]
 
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        if self.step[0] >= CHANGE:
+            layer = self.layer
+            usual_us = interpolate(layer.samples, layer.forward_us, inputs[0].shape[0])
+            layer.clock.spend((FACTOR - 1) * usual_us)
+        return self.layer(*inputs)
+
+
+def changing(binding: Binding, step: list[int]) -> Binding:
+    """The layers of `SLOW` follow the step count."""
     slow = []
     for layer in binding.layers[SLOW]:
-        assert isinstance(layer.fn, SleepLayer)
-        slow.append(replace(layer, fn=replace(layer.fn, jitter=factor)))
+        assert isinstance(layer.fn, EmulatedLayer)
+        slow.append(replace(layer, fn=ChangingLayer(layer.fn, step)))
     return replace(binding, layers={**binding.layers, SLOW: tuple(slow)})
 
 
-def train(profile: Profile, plan: Plan, steps: int, every: int) -> list[dict[str, float]]:
+def train(profile: Profile, plan: Plan, steps: int, every: int) -> list[Mapping[str, float]]:
     """What each rank logged."""
-    graph = scaled(profile.graph)
+    graph = small(profile.graph)
     plan = replace(plan, graph_digest=digest(graph))
-    hub, joint = ThreadHub(plan.num_devices, timeout_s=600.0), Joint(plan.num_devices)
+    hub = ThreadHub(plan.num_devices, delay=emulated_link(profile, 1.0), timeout_s=600.0)
+    joint = Joint(plan.num_devices)
     sizes = (plan.batch_size,) * plan.num_devices
     batch = {
         graph.values[v].name: torch.zeros(plan.batch_size, *graph.values[v].shape)
         for v in graph.inputs
     }
+    started_s = [0.0]
 
-    def body(rank: int, _: ThreadHub) -> dict[str, float]:
-        at = [0]
+    def now() -> None:
+        started_s[0] = time.monotonic()
+
+    together = threading.Barrier(plan.num_devices, action=now, timeout=600.0)
+
+    def body(rank: int, _: ThreadHub) -> Mapping[str, float]:
+        at, clock = [0], DeviceClock()
         session = PipelineSession(
-            graph=graph, binding=bind_changing(profile, graph, at), plan=plan, rank=rank,
-            transport=hub.transport(rank), device=torch.device("cpu"), seed=0,
+            graph=graph, binding=changing(bind_emulated(graph, profile, clock), at), plan=plan,
+            rank=rank, transport=EmulatedTransport(hub, rank, clock, profile.p2p.host_us),
+            device=CPU, seed=0,
         )  # fmt: skip
+        session.engine.tracer = EmulatedTracer(rank, plan.locate(rank)[1], clock)
         replanner = Replanner(
             every_n_steps=every, plan=plan, profile=profile, link=ThreadLink(rank, joint),
             adopt=lambda new, _: session.refill(new),
@@ -82,7 +113,8 @@ def train(profile: Profile, plan: Plan, steps: int, every: int) -> list[dict[str
         for step in range(steps):
             at[0] = step
             wanted = replanner.wants(steady=session.encoded_ahead, self_conditioned=False)
-            session.trace(wanted)
+            together.wait()
+            clock.start(started_s[0])
             result = session.step(
                 batch, sizes=sizes, batch_index=step, loss_scale=1.0, next_batch=batch,
                 next_sizes=sizes, reduce=False,
