@@ -24,7 +24,8 @@ def settle(config: DictConfig, command: str) -> None:
             "runs on this one: leave it out, or use dpipe plan"
         )
     if config.out is not None and command not in WRITES:
-        raise DPipeError(f"out={config.out} is for `dpipe {' and '.join(WRITES)}`; leave it out")
+        theirs = " and ".join(f"`dpipe {name}`" for name in WRITES)
+        raise DPipeError(f"out={config.out} is for {theirs}; leave it out")
     if config.profile is not None and command == "profile":
         raise DPipeError(f"profile={config.profile}: `dpipe profile` makes one; use out=FILE")
     if config.profile is not None and command != "plan":
