@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from diffusers import DiTTransformer2DModel
 from torch import Tensor, nn
 
-from lightning_dpipe.core.errors import SpecError, UnsupportedError
-from lightning_dpipe.models.hooks import refuse_hooks
+from lightning_dpipe.core.errors import SpecError
+from lightning_dpipe.models.hooks import refuse_checkpointing, refuse_hooks
 from lightning_dpipe.models.names import check_outside
 from lightning_dpipe.models.spec import Backbone, Layer
 from lightning_dpipe.models.verify import Trial, arguments, config_key, verify_once
@@ -53,11 +53,7 @@ def dit_layers(
         UnsupportedError: Gradient checkpointing is on, or a module has hooks.
         SpecError: The comparison failed, or a given name is one the layers use themselves.
     """
-    if model.gradient_checkpointing:
-        raise UnsupportedError(
-            f"{type(model).__name__} uses gradient checkpointing, which the layer list does not "
-            "run; switch it off (the plan's `recompute` does that)"
-        )
+    refuse_checkpointing(model)
     refuse_hooks({"the DiT": model})
     if check:
         verify_once(config_key(model), lambda: _trial(model))

@@ -15,7 +15,7 @@ from diffusers import FluxTransformer2DModel
 from torch import Tensor, nn
 
 from lightning_dpipe.core.errors import UnsupportedError
-from lightning_dpipe.models.hooks import refuse_hooks
+from lightning_dpipe.models.hooks import refuse_checkpointing, refuse_hooks
 from lightning_dpipe.models.names import check_outside
 from lightning_dpipe.models.patches import check_sides
 from lightning_dpipe.models.spec import Backbone, Layer
@@ -186,11 +186,7 @@ class _Head:
 
 
 def _refuse(model: FluxTransformer2DModel) -> None:
-    if model.gradient_checkpointing:
-        raise UnsupportedError(
-            f"{type(model).__name__} uses gradient checkpointing, which the layer list does not "
-            "run; switch it off (the plan's `recompute` does that)"
-        )
+    refuse_checkpointing(model)
     if getattr(model, "encoder_hid_proj", None) is not None:
         raise UnsupportedError(
             f"{type(model).__name__} has an IP-adapter, whose inputs the layer list does not pass; "

@@ -1,6 +1,7 @@
-"""Hooks on modules whose own forward a layer list does not call would never run: refuse them."""
+"""What a model does itself and its layer list does not: hooks, checkpointing. Refuse it."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -25,3 +26,16 @@ def refuse_hooks(modules: Mapping[str, nn.Module]) -> None:
                 f"{name} ({type(module).__name__}) has hooks, which would never run because its "
                 "layers are called one by one; put them on the inner modules, or remove them"
             )
+
+
+def refuse_checkpointing(model: Any) -> None:
+    """Refuse a diffusers model that recomputes activations itself.
+
+    Raises:
+        UnsupportedError: Its gradient checkpointing is on.
+    """
+    if model.gradient_checkpointing:
+        raise UnsupportedError(
+            f"{type(model).__name__} uses gradient checkpointing, which the layer list does not "
+            "run; switch it off (the plan's `recompute` does that)"
+        )

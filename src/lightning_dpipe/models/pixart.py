@@ -15,7 +15,7 @@ from diffusers import PixArtTransformer2DModel
 from torch import Tensor, nn
 
 from lightning_dpipe.core.errors import SpecError, UnsupportedError
-from lightning_dpipe.models.hooks import refuse_hooks
+from lightning_dpipe.models.hooks import refuse_checkpointing, refuse_hooks
 from lightning_dpipe.models.names import check_outside
 from lightning_dpipe.models.patches import check_sides, unpatchify
 from lightning_dpipe.models.spec import Backbone, Layer
@@ -156,11 +156,7 @@ class _Head:
 
 
 def _refuse(model: PixArtTransformer2DModel) -> None:
-    if model.gradient_checkpointing:
-        raise UnsupportedError(
-            f"{type(model).__name__} uses gradient checkpointing, which the layer list does not "
-            "run; switch it off (the plan's `recompute` does that)"
-        )
+    refuse_checkpointing(model)
     if model.config.attention_type != "default":
         raise UnsupportedError(
             f"attention_type={model.config.attention_type!r} of {type(model).__name__} needs "
