@@ -1,12 +1,14 @@
 """Filled circles from outlines: a ControlNet set that needs no file, package or download.
 
 In:     nothing. Out: batches of image float32 ``[batch, 3, size, size]`` in ``[-1, 1]``, hint
-        float32 ``[batch, 3, size, size]`` in ``[0, 1]`` (white outline on black), and input_ids
-        int64 ``[batch, num_tokens]``.
+        float32 ``[batch, 3, size, size]`` in ``[0, 1]`` (white outline on black), label int64
+        ``[batch]`` (which colour the circle has), and input_ids and attention_mask int64 ``[batch,
+        num_tokens]`` (input_ids_2, ... for more tokenizers).
 Source: the idea is Fill50K's (Zhang et al., arXiv 2302.05543): the outline says where, the caption
         says in which colours. Drawn here, from a seed.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import lightning as L
@@ -17,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_dpipe.core.errors import DataError
 from lightning_dpipe.data.shapes import COLOURS
-from lightning_dpipe.models.parts import Source, clip_tokens
+from lightning_dpipe.models.parts import Source, caption_fields, suffix, token_lengths
 
 WORDS = ("[pad]", "[start]", "[end]", *COLOURS, "circle", "on")
 TRAIN, VALIDATION = 0, 1
@@ -46,9 +48,10 @@ class CirclesDataModule(L.LightningDataModule):
         batch_size: Samples per device and step.
         size: Side of the images in pixels.
         num_samples: Training pictures of an epoch.
-        num_tokens: Length of a caption's tokens.
-        tokenizer: Folder or hub id of a diffusers pipeline, for its CLIP tokenizer; None numbers
-            the words of `WORDS`.
+        num_tokens: Length of a caption's tokens; a list is one length per tokenizer, None
+            leaves captions out.
+        tokenizer: Folder or hub id of a diffusers pipeline, for its tokenizers; None numbers the
+            words of `WORDS`.
         seed: Which circles are drawn.
         num_workers: Loader processes.
 
@@ -62,13 +65,14 @@ class CirclesDataModule(L.LightningDataModule):
         batch_size: int = 8,
         size: int = 64,
         num_samples: int = 2000,
-        num_tokens: int = 77,
+        num_tokens: int | Sequence[int] | None = 77,
         tokenizer: str | None = None,
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
         super().__init__()
-        if min(batch_size, size, num_samples) < 1 or num_tokens < 6:
+        lengths = () if num_tokens is None else token_lengths(num_tokens)
+        if min(batch_size, size, num_samples) < 1 or min(lengths, default=6) < 6:
             raise DataError(
                 f"batch_size={batch_size}, size={size}, num_samples={num_samples} must be at "
                 f"least 1, num_tokens={num_tokens} at least 6"
@@ -76,8 +80,8 @@ class CirclesDataModule(L.LightningDataModule):
         self.batch_size = batch_size
         self.num_workers = num_workers
         source = None if tokenizer is None else Source(path=tokenizer)
-        self._train = _Circles(seed, TRAIN, num_samples, size, num_tokens, source)
-        self._validation = _Circles(seed, VALIDATION, 24, size, num_tokens, source)
+        self._train = _Circles(seed, TRAIN, num_samples, size, lengths, source)
+        self._validation = _Circles(seed, VALIDATION, 24, size, lengths, source)
 
     @property
     def validation_captions(self) -> tuple[str, ...]:
@@ -99,23 +103,31 @@ class CirclesDataModule(L.LightningDataModule):
 
 class _Circles(Dataset[dict[str, Tensor]]):
     def __init__(
-        self, seed: int, split: int, count: int, size: int, num_tokens: int, source: Source | None
+        self,
+        seed: int,
+        split: int,
+        count: int,
+        size: int,
+        lengths: Sequence[int],
+        source: Source | None,
     ) -> None:
         draw = np.random.default_rng((seed, split))
         self.circles = [_circle(draw) for _ in range(count)]
         self._size = size
         captions = [circle.caption for circle in self.circles]
         if source is None:
-            self._tokens = torch.tensor([_numbered(c, num_tokens) for c in captions])
+            self._tokens = _numbered_fields(captions, lengths)
         else:
-            self._tokens = clip_tokens(source, captions, num_tokens)
+            self._tokens = caption_fields(source, captions, lengths)
+        self._labels = torch.tensor([list(COLOURS).index(c.inside) for c in self.circles])
 
     def __len__(self) -> int:
         return len(self.circles)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         image, hint = draw_circle(self.circles[index], self._size)
-        return {"image": image, "hint": hint, "input_ids": self._tokens[index]}
+        tokens = {name: ids[index] for name, ids in self._tokens.items()}
+        return {"image": image, "hint": hint, "label": self._labels[index], **tokens}
 
 
 def draw_circle(circle: Circle, size: int) -> tuple[Tensor, Tensor]:
@@ -136,6 +148,16 @@ def _circle(draw: np.random.Generator) -> Circle:
     radius = draw.uniform(0.1, 0.35)
     x, y = draw.uniform(radius, 1 - radius, size=2)
     return Circle(inside=str(inside), around=str(around), x=x, y=y, radius=radius)
+
+
+def _numbered_fields(captions: Sequence[str], lengths: Sequence[int]) -> dict[str, Tensor]:
+    """What tokenizers would return, were each to number the words of `WORDS`."""
+    fields = {}
+    for place, length in enumerate(lengths, start=1):
+        ids = torch.tensor([_numbered(caption, length) for caption in captions])
+        fields[f"input_ids{suffix(place)}"] = ids
+        fields[f"attention_mask{suffix(place)}"] = (ids != WORDS.index("[pad]")).long()
+    return fields
 
 
 def _numbered(caption: str, num_tokens: int) -> list[int]:

@@ -1,9 +1,9 @@
 """Your own captioned images, decoded when they are read.
 
 In:     a folder as `captions` reads it; or one with ``train/`` and ``validation/`` of that kind.
-Out:    batches of image float32 ``[batch, 3, size, size]`` in ``[-1, 1]``, input_ids int64
-        ``[batch, num_tokens]``, and, if asked for, hint float32 ``[batch, 3, size, size]`` in
-        ``[0, 1]``.
+Out:    batches of image float32 ``[batch, 3, size, size]`` in ``[-1, 1]``, input_ids and
+        attention_mask int64 ``[batch, num_tokens]`` (input_ids_2, ... for more tokenizers), and, if
+        asked for, hint float32 ``[batch, 3, size, size]`` in ``[0, 1]``.
 """
 
 import logging
@@ -21,7 +21,7 @@ from lightning_dpipe.core.errors import DataError
 from lightning_dpipe.data.buckets import BucketBatchSampler, image_bucket
 from lightning_dpipe.data.captions import CaptionedImage, Columns, Missing, read_captions
 from lightning_dpipe.data.images import decode_image
-from lightning_dpipe.models.parts import Source, clip_tokens
+from lightning_dpipe.models.parts import Source, caption_fields
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +38,10 @@ class ImageFolderDataModule(L.LightningDataModule):
 
     Args:
         folder: Holds images and captions, or ``train/`` and ``validation/``.
-        tokenizer: Folder or hub id of a diffusers pipeline, for its CLIP tokenizer.
+        tokenizer: Folder or hub id of a diffusers pipeline, for its tokenizers.
         batch_size: Samples per device and step.
         size: Side of the images in pixels: the centre square, resized.
-        num_tokens: Length captions are padded or cut to.
+        num_tokens: Length captions are padded or cut to; a list is one length per tokenizer.
         num_validation: Images held out, evenly over the files, when there is no ``validation/``.
         file_column: Key of the image's path in the index.
         caption_column: Key of its caption.
@@ -62,7 +62,7 @@ class ImageFolderDataModule(L.LightningDataModule):
         tokenizer: str,
         batch_size: int = 8,
         size: int = 512,
-        num_tokens: int = 77,
+        num_tokens: int | Sequence[int] = 77,
         num_validation: int = 16,
         file_column: str = "file_name",
         caption_column: str = "text",
@@ -169,7 +169,7 @@ class ImageFolderDataModule(L.LightningDataModule):
             return BASE
 
     def _dataset(self, images: Sequence[CaptionedImage], buckets: Sequence[str]) -> "_Images":
-        tokens = clip_tokens(self.source, [i.caption for i in images], self.num_tokens)
+        tokens = caption_fields(self.source, [i.caption for i in images], self.num_tokens)
         return _Images(images, tokens, buckets, self.sides, self.broken)
 
 
@@ -182,7 +182,7 @@ class _Images(Dataset[dict[str, Tensor]]):
     def __init__(
         self,
         images: Sequence[CaptionedImage],
-        tokens: Tensor,
+        tokens: Mapping[str, Tensor],
         buckets: Sequence[str],
         sides: Mapping[str, tuple[int, int]],
         broken: Broken,
@@ -214,7 +214,7 @@ class _Images(Dataset[dict[str, Tensor]]):
         image = self.images[index]
         sample = {
             "image": decode_image(image.path, sides),
-            "input_ids": self._tokens[index],
+            **{name: ids[index] for name, ids in self._tokens.items()},
         }
         if image.hint is not None:
             sample["hint"] = (decode_image(image.hint, sides) + 1) / 2

@@ -54,6 +54,20 @@ class FakeRunner:
         with self._mode:
             return tensor.detach().requires_grad_(tensor.requires_grad)
 
+    def like(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Make fake leaves that look like others, with memory of their own, shared as theirs is."""
+        memory: dict[int, Tensor] = {}
+        made = []
+        with self._mode:
+            for t in tensors:
+                storage = t.untyped_storage()
+                if storage._cdata not in memory:
+                    size = storage.nbytes() // t.element_size()
+                    memory[storage._cdata] = torch.empty(size, dtype=t.dtype, device=t.device)
+                view = memory[storage._cdata].as_strided(t.shape, t.stride(), t.storage_offset())
+                made.append(view.detach().requires_grad_(t.requires_grad))
+        return tuple(made)
+
     def call(
         self,
         fn: Callable[..., Any],

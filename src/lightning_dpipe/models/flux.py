@@ -42,6 +42,7 @@ def flux_layers(
     guidance: str = "guidance",
     self_cond: str | None = None,
     out: str = "out",
+    num_timesteps: float = 1.0,
     check: bool = True,
 ) -> tuple[Layer, ...]:
     """Cut a Flux transformer at every block.
@@ -49,12 +50,14 @@ def flux_layers(
     Args:
         model: The model; widen its input first when `self_cond` is read.
         sample: Noisy latent ``[batch, in_channels / 4, height, width]``, both sides even.
-        timestep: ``[batch]`` in [0, 1]; the model multiplies it by 1000.
+        timestep: ``[batch]`` in [0, `num_timesteps`].
         context: Text encoding ``[batch, words, joint_attention_dim]``.
         pooled: Pooled text encoding ``[batch, pooled_projection_dim]``.
         guidance: ``[batch]``; read by guidance-distilled models only.
         self_cond: Previous estimate, appended to the sample's channels; None for none.
         out: Name of the output ``[batch, out_channels / 4, height, width]``.
+        num_timesteps: What pure noise is called outside, 1000 for diffusers' schedulers. The model
+            takes timesteps in [0, 1] (and multiplies them by 1000).
         check: Compare with the library's forward, once per configuration and process.
 
     Raises:
@@ -70,7 +73,7 @@ def flux_layers(
     layers = [
         Layer(
             name="embed",
-            module=_Embed(model, len(guides)),
+            module=_Embed(model, len(guides), num_timesteps),
             reads=(sample, timestep, context, pooled, *guides, *extra),
             writes=("h", "c", "temb"),
             owns=(model.x_embedder, model.time_text_embed, model.context_embedder),
@@ -150,6 +153,7 @@ class _Rotary:
 class _Embed:
     model: Any
     num_guides: int
+    num_timesteps: float
 
     def __call__(
         self, sample: Tensor, timestep: Tensor, context: Tensor, pooled: Tensor, *more: Tensor
@@ -157,7 +161,7 @@ class _Embed:
         model, guides, self_cond = self.model, more[: self.num_guides], more[self.num_guides :]
         check_sides(sample, PACK, "Flux")
         h = model.x_embedder(pack(torch.cat((sample, *self_cond), dim=1) if self_cond else sample))
-        times = [t.to(h.dtype) * 1000 for t in (timestep, *guides)]
+        times = [t.to(h.dtype) * 1000 for t in (timestep / self.num_timesteps, *guides)]
         return h, model.context_embedder(context), model.time_text_embed(*times, pooled)
 
 

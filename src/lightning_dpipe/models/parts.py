@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+from transformers import AutoTokenizer
 
 from lightning_dpipe.core.errors import SpecError
 
@@ -63,50 +63,59 @@ def diffusers_part(
     Raises:
         SpecError: Neither `config` nor `source` is given, or loading failed.
     """
-    _check(config, source, subfolder)
+    check_given(config, source, subfolder)
     if source is not None:
         return source.load(kind, subfolder)
     return kind(**(config or {}))
 
 
-def clip_text_part(config: Mapping[str, Any] | None, source: Source | None) -> CLIPTextModel:
-    """CLIP's text encoder; arguments are those of ``CLIPTextConfig``.
+def suffix(place: int) -> str:
+    """What the `place`-th (from 1) text encoder's part and fields end in: nothing, _2, _3, ..."""
+    return "" if place == 1 else f"_{place}"
+
+
+def token_lengths(num_tokens: int | Sequence[int]) -> tuple[int, ...]:
+    """Caption length by tokenizer; one number is one tokenizer."""
+    return (num_tokens,) if isinstance(num_tokens, int) else tuple(num_tokens)
+
+
+def caption_fields(
+    source: Source, captions: Sequence[str], num_tokens: int | Sequence[int]
+) -> dict[str, Tensor]:
+    """Captions as batch fields, cut and padded as diffusers' pipelines do.
+
+    Args:
+        source: Has a folder ``tokenizer``, and ``tokenizer_2``, ... for more lengths than one.
+        captions: The texts.
+        num_tokens: Length by tokenizer.
+
+    Returns:
+        ``input_ids`` and ``attention_mask`` (``input_ids_2``, ...), int64 ``[captions, length]``.
 
     Raises:
-        SpecError: As `diffusers_part`.
+        SpecError: A tokenizer cannot be loaded.
     """
-    _check(config, source, "text_encoder")
-    if source is not None:
-        loaded: CLIPTextModel = source.load(CLIPTextModel, "text_encoder")
-        return loaded
-    return CLIPTextModel(CLIPTextConfig(**(config or {})))
+    fields = {}
+    for place, length in enumerate(token_lengths(num_tokens), start=1):
+        tokenizer = source.load(AutoTokenizer, f"tokenizer{suffix(place)}")
+        made = tokenizer(
+            list(captions),
+            padding="max_length",
+            max_length=length,
+            truncation=True,
+            return_attention_mask=True,
+        )
+        fields[f"input_ids{suffix(place)}"] = torch.tensor(made["input_ids"])
+        fields[f"attention_mask{suffix(place)}"] = torch.tensor(made["attention_mask"])
+    return fields
 
 
-def empty_caption(text: CLIPTextModel, source: Source | None, num_tokens: int) -> tuple[int, ...]:
-    """Token ids of the caption "", padded: by the source's tokenizer, else from the configuration.
+def check_given(config: Mapping[str, Any] | None, source: Source | None, part: str) -> None:
+    """Refuse a part that nothing describes.
 
     Raises:
-        SpecError: The tokenizer cannot be loaded.
+        SpecError: Neither `config` nor `source` is given.
     """
-    if source is not None:
-        return tuple(clip_tokens(source, [""], num_tokens)[0].tolist())
-    config: Any = text.config
-    padding = (config.pad_token_id,) * (num_tokens - 2)
-    return (config.bos_token_id, config.eos_token_id, *padding)
-
-
-def clip_tokens(source: Source, captions: Sequence[str], num_tokens: int) -> Tensor:
-    """Token ids int64 ``[captions, num_tokens]``, cut and padded as Stable Diffusion does.
-
-    Raises:
-        SpecError: The tokenizer cannot be loaded.
-    """
-    tokenizer = source.load(CLIPTokenizer, "tokenizer")
-    made = tokenizer(list(captions), padding="max_length", max_length=num_tokens, truncation=True)
-    return torch.tensor(made["input_ids"])
-
-
-def _check(config: Mapping[str, Any] | None, source: Source | None, part: str) -> None:
     if config is None and source is None:
         raise SpecError(
             f"nothing says what {part} is; give its configuration for random weights, or "

@@ -7,22 +7,31 @@ mask's values (it would leave the mask out when nothing is padded): that would s
 host, and make a sample's numbers depend on which others are in its batch.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import BertModel, CLIPTextModel
+from transformers import BertModel, CLIPTextModel, CLIPTextModelWithProjection
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 
-from lightning_dpipe.core.errors import UnsupportedError
-from lightning_dpipe.models.hooks import refuse_hooks
+from lightning_dpipe.core.errors import SpecError, UnsupportedError
 from lightning_dpipe.models.names import check_outside
 from lightning_dpipe.models.spec import FrozenComponent, Layer
+from lightning_dpipe.models.text_layers import (
+    encoder_key,
+    narrow_encoder,
+    refuse_encoder,
+    text_chain,
+)
 from lightning_dpipe.models.verify import Trial, verify_once
 
-MASKS = ("sdpa", "eager")
+_NARROW = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+}
 
 
 def bert_encoder(
@@ -52,69 +61,79 @@ def bert_encoder(
     """
     if model.config.is_decoder:
         raise UnsupportedError("the BERT model is a decoder (is_decoder); use an encoder")
-    _refuse(model)
+    refuse_encoder(model)
     if check:
-        verify_once(_key(model), lambda: _bert_trial(model))
-    blocks = _blocks(model.encoder.layer, (attention_mask,), lambda b: _BertLayer(b, model.config))
+        verify_once(encoder_key(model), lambda: _bert_trial(model))
+    blocks = ((block, _BertLayer(block, model.config)) for block in model.encoder.layer)
     if zero_masked:
         last = Layer(
             name="output", module=_ZeroMasked(), reads=("h", attention_mask), writes=(out,)
         )
     else:
         last = Layer(name="output", module=nn.Identity(), reads=("h",), writes=(out,))
-    layers = (_embeddings(model, input_ids), *blocks, last)
+    layers = (*text_chain(model.embeddings, blocks, input_ids, (attention_mask,)), last)
     check_outside(layers[:-1], (input_ids, attention_mask, out))
     return FrozenComponent(name=name, layers=layers)
 
 
 def clip_encoder(
-    model: CLIPTextModel,
+    model: CLIPTextModel | CLIPTextModelWithProjection,
     *,
     name: str = "text",
     input_ids: str = "input_ids",
-    out: str = "context",
+    out: str | None = "context",
+    pooled: str | None = None,
+    penultimate: bool = False,
     check: bool = True,
 ) -> FrozenComponent:
     """CLIP's text encoder as Stable Diffusion uses it: causal, padding not masked.
 
     Args:
-        model: The encoder; its pooled output is not computed.
+        model: The encoder; one with a projection projects the pooled state.
         name: Name of the component.
         input_ids: Tokens, int64 ``[batch, tokens]``, at most ``max_position_embeddings``.
-        out: Name of the last hidden state ``[batch, tokens, dim]``.
+        out: Name of the hidden states ``[batch, tokens, dim]``; None writes none.
+        pooled: Name of the state of the end token ``[batch, dim]``; None writes none.
+        penultimate: `out` is what the last layer reads (SD3), not the normed last state.
         check: Compare with the library's forward, once per configuration and process.
 
     Raises:
         UnsupportedError: An attention kernel other than sdpa or eager, or hooks.
-        SpecError: The comparison failed, or a given name is one the layers use themselves.
+        SpecError: Neither `out` nor `pooled`, the comparison failed, or a given name is one the
+            layers use themselves.
     """
-    _refuse(model)
+    if out is None and pooled is None:
+        raise SpecError(f"component {name!r} would write nothing; name out, pooled or both")
+    projection = getattr(model, "text_projection", None)
+    inner: Any = model.text_model if isinstance(model, CLIPTextModelWithProjection) else model
+    refuse_encoder(inner)
     if check:
-        verify_once(_key(model), lambda: _clip_trial(model))
-    layers = (
-        _embeddings(model, input_ids),
-        *_blocks(model.encoder.layers, (), lambda block: _ClipLayer(block, model.config)),
-        Layer(name="output", module=model.final_layer_norm, reads=("h",), writes=(out,)),
-    )
-    check_outside(layers[:-1], (input_ids, out))
-    return FrozenComponent(name=name, layers=layers)
-
-
-def _embeddings(model: Any, input_ids: str) -> Layer:
-    return Layer(name="embeddings", module=model.embeddings, reads=(input_ids,), writes=("h",))
-
-
-def _blocks(
-    blocks: Any, masks: tuple[str, ...], wrap: Callable[[nn.Module], Callable[..., Tensor]]
-) -> Iterator[Layer]:
-    for i, block in enumerate(blocks):
-        yield Layer(
-            name=f"layer{i}",
-            module=wrap(block),
-            reads=("h", *masks),
-            writes=("h",),
-            owns=(block,),
+        key = f"{encoder_key(model)} penultimate={penultimate}"
+        for what in ("context",) * (out is not None) + ("pooled",) * (pooled is not None):
+            verify_once(f"{key} {what}", lambda what=what: _clip_trial(model, penultimate, what))
+    blocks = ((block, _ClipLayer(block, inner.config)) for block in inner.encoder.layers)
+    layers = list(text_chain(inner.embeddings, blocks, input_ids))
+    check_outside(layers, [n for n in (input_ids, out, pooled) if n is not None])
+    norm = inner.final_layer_norm
+    if penultimate and out is not None:
+        layers[-2:] = [replace(layers[-2], writes=(out,)), replace(layers[-1], reads=(out,))]
+        if pooled is None:
+            del layers[-1]  # nothing reads it
+    elif out is not None:
+        layers.append(Layer(name="output", module=norm, reads=("h",), writes=(out,)))
+    if pooled is not None:
+        normed = out is not None and not penultimate
+        steps = [m for m in (None if normed else norm, projection) if m is not None]
+        layers.append(
+            Layer(
+                name="pooled",
+                module=_Pooled(None if normed else norm, projection, inner.eos_token_id),
+                reads=(out if normed and out is not None else "h", input_ids),
+                writes=(pooled,),
+                owns=tuple(steps),
+            )
         )
+    return FrozenComponent(name=name, layers=tuple(layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,44 +166,29 @@ class _ClipLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class _Pooled:
+    """The state of the end token; old configurations (eos 2) mean the highest id by it."""
+
+    norm: nn.Module | None
+    projection: nn.Module | None
+    eos: int
+
+    def __call__(self, h: Tensor, input_ids: Tensor) -> Tensor:
+        h = h if self.norm is None else self.norm(h)
+        ids = input_ids.to(torch.int)
+        end = (ids if self.eos == 2 else (ids == self.eos).int()).argmax(dim=-1)
+        state = h[torch.arange(h.shape[0], device=h.device), end]
+        return state if self.projection is None else self.projection(state)
+
+
+@dataclass(frozen=True, slots=True)
 class _ZeroMasked:
     def __call__(self, h: Tensor, attention_mask: Tensor) -> Tensor:
         return h * attention_mask[..., None].to(h.dtype)
 
 
-def _refuse(model: Any) -> None:
-    kernel = model.config._attn_implementation
-    if kernel not in MASKS:
-        raise UnsupportedError(
-            f"{type(model).__name__} uses attention kernel {kernel!r}; its layers can be run one "
-            f"by one with {' or '.join(MASKS)}: pass attn_implementation= when loading it"
-        )
-    refuse_hooks({"the text encoder": model, "its encoder": model.encoder})
-
-
-def _key(model: Any) -> str:
-    config = model.config
-    return f"{type(model).__qualname__} {config._attn_implementation} {config.to_json_string()}"
-
-
-def _tiny(model: Any) -> Any:
-    """A narrow encoder of two layers and the same flags, in eval mode without gradients."""
-    given = model.config.to_dict()
-    narrow = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 2,
-    }
-    config = type(model.config).from_dict({**given, **narrow})
-    tiny = type(model)._from_config(
-        config, attn_implementation=model.config._attn_implementation, dtype=torch.float32
-    )
-    return tiny.eval().requires_grad_(False)
-
-
 def _bert_trial(model: BertModel) -> Trial:
-    tiny = _tiny(model)
+    tiny = narrow_encoder(model, _NARROW)
     ids = torch.randint(1, tiny.config.vocab_size, (2, 5))
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
     return Trial(
@@ -196,13 +200,25 @@ def _bert_trial(model: BertModel) -> Trial:
     )
 
 
-def _clip_trial(model: CLIPTextModel) -> Trial:
-    tiny = _tiny(model)
-    ids = torch.randint(1, tiny.config.vocab_size, (2, 7))
+def _clip_trial(model: Any, penultimate: bool, what: str) -> Trial:
+    """Of hidden states (`what` is context) or of the pooled state."""
+    tiny = narrow_encoder(model, _NARROW)
+    ids = torch.randint(3, tiny.config.vocab_size, (2, 7))
+    ids[0, 4] = ids[1, 6] = min(tiny.config.eos_token_id, tiny.config.vocab_size - 1)
+
+    def forward() -> Tensor:
+        made = tiny(ids, output_hidden_states=True)
+        if what == "pooled":
+            pooled: Tensor = made.text_embeds if "text_embeds" in made else made.pooler_output
+            return pooled
+        states: Tensor = made.hidden_states[-2] if penultimate else made.last_hidden_state
+        return states
+
+    encoder = clip_encoder(tiny, pooled="pooled", penultimate=penultimate, check=False)
     return Trial(
         model=tiny,
-        layers=clip_encoder(tiny, check=False).layers,
+        layers=encoder.layers,
         inputs={"input_ids": ids},
-        output="context",
-        forward=lambda: tiny(ids).last_hidden_state,
+        output=what,
+        forward=forward,
     )

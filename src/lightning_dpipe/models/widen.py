@@ -1,10 +1,18 @@
 """Extra input channels that change nothing until they are trained: for self-conditioning."""
 
 import torch
-from diffusers import DiTTransformer2DModel, UNet2DConditionModel
+from diffusers import (
+    DiTTransformer2DModel,
+    PixArtTransformer2DModel,
+    SD3Transformer2DModel,
+    UNet2DConditionModel,
+)
 from torch import nn
 
 from lightning_dpipe.core.errors import SpecError, UnsupportedError
+
+PATCHED = (DiTTransformer2DModel, PixArtTransformer2DModel, SD3Transformer2DModel)
+"""Transformers whose first layer cuts the latent into patches by a convolution."""
 
 
 def widen_input(model: nn.Module, extra_channels: int) -> None:
@@ -23,13 +31,14 @@ def widen_input(model: nn.Module, extra_channels: int) -> None:
     if isinstance(model, UNet2DConditionModel):
         model.conv_in = _widened(model.conv_in, extra_channels)
         conv, out_channels = model.conv_in, model.config.out_channels
-    elif isinstance(model, DiTTransformer2DModel):
+    elif isinstance(model, PATCHED):
         model.pos_embed.proj = _widened(model.pos_embed.proj, extra_channels)
         conv, out_channels = model.pos_embed.proj, model.out_channels
     else:
+        known = ", ".join(kind.__name__ for kind in (UNet2DConditionModel, *PATCHED))
         raise UnsupportedError(
             f"widen_input does not know the input convolution of {type(model).__name__}; "
-            "it knows UNet2DConditionModel and DiTTransformer2DModel"
+            f"it knows {known}"
         )
     model.register_to_config(in_channels=conv.in_channels, out_channels=out_channels)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_dpipe.models.spec import DRAW_KEY, FrozenComponent, Layer
 from lightning_dpipe.objective.draws import integers, normal
 from lightning_dpipe.objective.losses import min_snr_weights
+from lightning_dpipe.objective.resolution import ResolutionShift
 from lightning_dpipe.objective.schedule import NoiseSchedule
 
 
@@ -32,7 +33,8 @@ class NoiseDraw:
     """``(latents, draw_key) -> (noisy, timestep, target, weight)``; a pure function of both.
 
     `noisy` keeps the latents' dtype, `target` and `weight` are float32. `weights` is a table over
-    the schedule's index, or None for ones. Draws of another `prefix` are other numbers.
+    the schedule's index, or None for ones. Draws of another `prefix` are other numbers. `shift`
+    makes of the schedule the one for the latents' size.
     """
 
     schedule: NoiseSchedule
@@ -40,22 +42,25 @@ class NoiseDraw:
     density: TimestepDensity = TimestepDensity.UNIFORM
     weights: npt.NDArray[np.float32] | None = None
     prefix: str = ""
+    shift: ResolutionShift | None = None
 
     @torch.no_grad()
     def __call__(self, latents: Tensor, draw_key: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Noise one batch; shapes as in the class docstring."""
-        index = self._index(draw_key)
+        schedule, index = self.schedule, self._index(draw_key)
+        if self.shift is not None:
+            schedule = self.shift.schedule(schedule, latents.shape)
         if self.weights is None:
             weight = torch.ones(index.shape, device=index.device)
         else:
             weight = torch.tensor(self.weights, device=index.device)[index]
         noise = normal(self.seed, f"{self.prefix}noise", draw_key, latents.shape[1:])
         noise = noise.to(latents.device)
-        timestep = self.schedule.timestep(index)
+        timestep = schedule.timestep(index)
         index = index.to(latents.device)
         x0 = latents.to(torch.float32, copy=True)  # `target` may be x0: never the latents' own
-        noisy = self.schedule.add_noise(x0, noise, index).to(latents.dtype)
-        target = self.schedule.target(x0, noise, index)
+        noisy = schedule.add_noise(x0, noise, index).to(latents.dtype)
+        target = schedule.target(x0, noise, index)
         return noisy, timestep.to(latents.device), target, weight.to(latents.device)
 
     def _index(self, draw_key: Tensor) -> Tensor:
@@ -76,6 +81,7 @@ def noise_component(
     min_snr_gamma: float | None = None,
     name: str = "noise",
     prefix: str = "",
+    shift: ResolutionShift | None = None,
 ) -> FrozenComponent:
     """Build the component: reads `latents`, writes ``noisy``, ``timestep``, ``target``, ``weight``.
 
@@ -87,6 +93,7 @@ def noise_component(
         min_snr_gamma: Weight losses by min-SNR (5 in the paper); None weighs all alike.
         name: The component's name.
         prefix: Put before the names it writes; models of a cascade have a noise component each.
+        shift: Time shift by the latents' size (flow models); None for none.
 
     Raises:
         SpecError: `min_snr_gamma` is not positive.
@@ -99,6 +106,7 @@ def noise_component(
         density=TimestepDensity(density),
         weights=weights,
         prefix=prefix,
+        shift=shift,
     )
     layer = Layer(
         name="draw",

@@ -3,12 +3,12 @@
 In:     a Binding (weights anywhere, also on meta) and its graph. Out: per layer the kernels of
         forward, backward and input gradient at any batch size.
 Every layer runs on fake tensors at two batch sizes. A kernel's work is a fixed part and a part per
-sample, so the two sizes give all others.
+sample, so the two sizes give all others. Of layers that do the same one runs (`likeness`).
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from lightning_dpipe.core.errors import ProfileError
 from lightning_dpipe.core.graph import ComponentGraph, ComponentKind, ModelGraph
 from lightning_dpipe.models.fakerun import FakeRunner, device_of
+from lightning_dpipe.profiling.likeness import likeness
 from lightning_dpipe.profiling.saved import SavedBytes
 from lightning_dpipe.runtime.bound import Binding, BoundLayer
 from lightning_dpipe.runtime.transport import torch_dtype
@@ -111,6 +112,7 @@ class _Count:
         self, binding: Binding, graph: ModelGraph, runner: FakeRunner, num_samples: int
     ) -> None:
         self.binding, self.graph, self.runner = binding, graph, runner
+        self.twins: dict[Hashable, _Counted] = {}
         fields = [*graph.inputs, *([graph.feedback.writes] if graph.feedback else [])]
         self.values: dict[int, Tensor] = {}
         for v in fields:
@@ -147,8 +149,39 @@ class _Count:
                 ends = (loss.fn(*[values[v] for v in loss.reads]),) if loss else ()
                 return (*(made[v] for _, v in layer.writes), *ends)
 
-            work.append(self._layer(layer, reads, forward, own, saved if trains else None, loss))
+            chain = saved if trains else None
+            key = None if loss else self._key(layer, reads, own, chain)
+            found = self.twins.get(key) or self._layer(layer, reads, forward, own, chain, loss)
+            if found.alone and key is not None:
+                self.twins[key] = found
+            work.append(self._add(found, layer, reads, chain))
         return tuple(work)
+
+    def _key(
+        self, layer: BoundLayer, reads: tuple[int, ...], own: set[int], saved: SavedBytes | None
+    ) -> Hashable:
+        """What a layer's work depends on: its code, and what it reads of whom."""
+        storages = [self.values[v].untyped_storage()._cdata for v in reads]
+        given = [
+            (likeness(self.values[v]), storages.index(at), v in own, bool(saved and saved.kept(v)))
+            for v, at in zip(reads, storages, strict=True)
+        ]
+        places = tuple(reads.index(v) for v in layer.reads)
+        written = tuple(position for position, _ in layer.writes)
+        code = likeness((layer.fn, layer.parameters, layer.modules))
+        return (code, places, written, tuple(given), saved is not None)
+
+    def _add(
+        self, found: "_Counted", layer: BoundLayer, reads: tuple[int, ...], saved: SavedBytes | None
+    ) -> LayerWork:
+        """Let later layers see what this one made and keeps; its own work, or that of its twin."""
+        values = [v for _, v in layer.writes]
+        made = self.runner.like(found.made) if found.alone else found.made
+        self.values.update(zip(values, made, strict=True))
+        if saved is not None:
+            around = zip((*reads, *values), found.kept, strict=True)
+            saved.keep(v for v, kept in around if kept)
+        return replace(found.work, name=layer.name)
 
     def _layer(
         self,
@@ -158,7 +191,7 @@ class _Count:
         own: set[int],
         saved: SavedBytes | None,
         loss: Any,
-    ) -> LayerWork:
+    ) -> "_Counted":
         args = [self.runner.leaf(self.values[v]) for v in reads]
         watch = _KernelWatch()
         if saved is None:
@@ -172,15 +205,20 @@ class _Count:
         if saved is not None:
             around = {**dict(zip(reads, args, strict=True)), **made}
             kept = saved.total(around, [v for v in reads if v not in own])
-        self.values.update({v: self.runner.leaf(tensor) for v, tensor in made.items()})
         ends = outputs[-1:] if loss else outputs
         backward, input_grad = self._gradients(ends, args) if saved is not None else ((), ())
-        return LayerWork(
+        work = LayerWork(
             name=layer.name,
             forward=watch.kernels(),
             backward=backward,
             input_grad=input_grad,
             activation_bytes=kept,
+        )
+        return _Counted(
+            work=work,
+            made=tuple(map(self.runner.leaf, made.values())),
+            kept=tuple(saved is not None and saved.kept(v) for v in (*reads, *made)),
+            alone=_own_memory(made.values(), args),
         )
 
     def _gradients(
@@ -200,6 +238,25 @@ class _Count:
         if inputs:
             self.runner.backward(ends, inputs, watch=part)
         return whole, part.kernels()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Counted:
+    """A layer's work, what it made, and which of what it read and made has been kept by then.
+
+    `alone`: what it made shares no memory with what it read, so that its like can be made.
+    """
+
+    work: LayerWork
+    made: tuple[Tensor, ...]
+    kept: tuple[bool, ...]
+    alone: bool
+
+
+def _own_memory(made: Iterable[Tensor], args: Iterable[Tensor]) -> bool:
+    """Whether no tensor of `made` is a part of an argument, or seen there as another dtype."""
+    dtypes: dict[int, torch.dtype | None] = {t.untyped_storage()._cdata: None for t in args}
+    return all(dtypes.setdefault(t.untyped_storage()._cdata, t.dtype) is t.dtype for t in made)
 
 
 class _KernelWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]

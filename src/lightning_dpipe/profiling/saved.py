@@ -49,6 +49,14 @@ class SavedBytes:
                 self._counted.add(value)
         return sum(left.values())
 
+    def kept(self, value: int) -> bool:
+        """Whether some layer has kept `value`."""
+        return value in self._counted
+
+    def keep(self, values: Iterable[int]) -> None:
+        """Note values that a layer keeps which did not run, for it is like one that did."""
+        self._counted.update(values)
+
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = _storage(tensor)
         if storage not in self._weight_storages and not self._is_weight(tensor):

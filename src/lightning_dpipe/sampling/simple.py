@@ -42,6 +42,7 @@ class SampleRequest:
         conditions: What the denoiser reads besides noisy latents and timestep, by name.
         guidance: None samples without guidance.
         self_conditioning: Feeds each step's estimate to the next one.
+        timetable: More arguments of the scheduler's ``set_timesteps`` (flow: mu, sigmas).
     """
 
     noise: Tensor
@@ -49,6 +50,7 @@ class SampleRequest:
     conditions: Mapping[str, Tensor] = field(default_factory=dict)
     guidance: Guidance | None = None
     self_conditioning: SelfConditioning | None = None
+    timetable: Mapping[str, Any] = field(default_factory=dict)
 
 
 def backbone_denoiser(backbone: Backbone, *, out: str = "out") -> Denoiser:
@@ -95,7 +97,7 @@ def sample(
     guidance = request.guidance if request.guidance and request.guidance.scale != 1.0 else None
     if guidance:
         _check_guidance(request.conditions, guidance)
-    scheduler.set_timesteps(request.num_steps, device=request.noise.device)
+    scheduler.set_timesteps(request.num_steps, device=request.noise.device, **request.timetable)
     x = request.noise * getattr(scheduler, "init_noise_sigma", 1.0)
     feedback = request.self_conditioning
     estimate = None if feedback is None else x.new_zeros((len(x), *feedback.shape))

@@ -21,7 +21,12 @@ from lightning_dpipe.strategy.checkpoint import load_model_state
 from lightning_dpipe.strategy.module import DiffusionModule
 from lightning_dpipe.version import __version__
 
-FOLDERS: Mapping[str, str] = {"text": "text_encoder", "dit": "transformer"}
+FOLDERS: Mapping[str, str] = {
+    "text": "text_encoder",
+    "text_2": "text_encoder_2",
+    "text_3": "text_encoder_3",
+    "dit": "transformer",
+}
 """diffusers' names of parts, where a module's attribute is called otherwise."""
 
 

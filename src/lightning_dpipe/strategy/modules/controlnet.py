@@ -1,6 +1,6 @@
 """ControlNet: a trained copy of a locked U-Net's encoder reads a hint image.
 
-In:     as `latent`, and hint float32 ``[batch, channels, size, size]`` in ``[0, 1]``.
+In:     as `captioned`, and hint float32 ``[batch, channels, size, size]`` in ``[0, 1]``.
 Out:    images of a caption and a hint. The locked encoder reads the noisy latent only, so it runs
         ahead with the other encoders; the locked decoder passes gradients on.
 Source: Zhang et al., arXiv 2302.05543.
@@ -15,51 +15,39 @@ from torch import Tensor
 
 from lightning_dpipe.core.errors import UnsupportedError
 from lightning_dpipe.models.controlnet import ControlledUNet, controlnet_components
-from lightning_dpipe.models.parts import diffusers_part
-from lightning_dpipe.models.spec import Field, Loss, PipelineSpec
-from lightning_dpipe.objective.losses import weighted_mse
-from lightning_dpipe.strategy.modules.latent import LatentConfig, LatentModule
+from lightning_dpipe.models.spec import Field, PipelineSpec
+from lightning_dpipe.strategy.modules.captioned import CaptionedModule
+from lightning_dpipe.strategy.modules.latent import LOSS
+from lightning_dpipe.strategy.modules.stable_diffusion import UNCHECKED
 
 
-class ControlNet(LatentModule):
-    """A ControlNet on a locked Stable Diffusion.
+class ControlNet(CaptionedModule):
+    """A ControlNet on a locked Stable Diffusion (``unet=``).
 
     Args:
-        unet: Arguments of diffusers' ``UNet2DConditionModel``; not read with ``pretrained``.
         controlnet: Arguments of ``ControlNetModel``; None copies the U-Net's encoder, as the paper
             does.
-        seed: Key of all draws; see `DiffusionModule`.
-        options: Fields of `LatentConfig`.
+        options: See `CaptionedModule`.
 
     Raises:
         UnsupportedError: Self-conditioning is asked for: the locked U-Net was trained without.
     """
 
-    def __init__(
-        self,
-        *,
-        unet: Mapping[str, Any] | None = None,
-        controlnet: Mapping[str, Any] | None = None,
-        seed: int | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(LatentConfig(**options), seed=seed)
+    kind = UNet2DConditionModel
+    part = "unet"
+
+    def __init__(self, *, controlnet: Mapping[str, Any] | None = None, **options: Any) -> None:
+        super().__init__(**options)
         if self.config.self_conditioning is not None:
             raise UnsupportedError(
                 f"self_conditioning={self.config.self_conditioning} for a ControlNet: the locked "
                 "U-Net does not read an estimate; use null"
             )
-        self.unet_config = unet
         self.controlnet_config = controlnet
 
-    def configure_model(self) -> None:
-        """Load or build encoders, the locked U-Net and its trained copy."""
-        if hasattr(self, "controlnet"):
-            return
-        self.build_encoders()
-        self.unet = diffusers_part(
-            UNet2DConditionModel, self.unet_config, self.config.source, "unet"
-        )
+    def build_backbone(self) -> None:
+        """The locked U-Net and its trained copy."""
+        super().build_backbone()
         if self.controlnet_config is None:
             self.controlnet = ControlNetModel.from_unet(self.unet)
         else:
@@ -74,7 +62,7 @@ class ControlNet(LatentModule):
             inputs={**self.inputs(), "hint": Field(shape=(channels, size, size))},
             frozen=(*self.encoders(), locked),
             backbones=(backbone,),
-            loss=Loss(fn=weighted_mse, reads=("out", "target", "weight")),
+            loss=LOSS,
             shapes=self.shapes({"image": 3, "hint": channels}),
         )
 
@@ -97,8 +85,12 @@ class ControlNet(LatentModule):
 
     def to_pipeline(self) -> StableDiffusionControlNetPipeline | None:
         """diffusers' pipeline, if there is a tokenizer."""
-        if self.config.source is None:
+        source = self.config.source
+        if source is None:
             return None
         return StableDiffusionControlNetPipeline(
-            unet=self.unet, controlnet=self.controlnet, **self.pipeline_parts(self.config.source)
+            unet=self.unet,
+            controlnet=self.controlnet,
+            **self.pipeline_parts(source),
+            **UNCHECKED,
         )

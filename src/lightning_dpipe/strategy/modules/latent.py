@@ -1,31 +1,39 @@
-"""What Stable Diffusion and ControlNet share: captions and images become latents, frozen.
+"""What models on a VAE's latents share: images become noisy latents, frozen; latents are drawn.
 
-In:     image float32 ``[batch, 3, size, size]`` in ``[-1, 1]``; input_ids int64 ``[batch,
-        tokens]``.
-Out:    noisy latents, timestep, target, weight and context: what a backbone trains on; and images
-        of captions. VAE, text encoder, caption dropout and noise run ahead, in the bubbles.
+In:     image float32 ``[batch, 3, size, size]`` in ``[-1, 1]``, and what the model is conditioned
+        on.
+Out:    noisy latents, timestep, target, weight: what a backbone trains on; and images. VAE, noise
+        and what encodes the conditions run ahead, in the bubbles.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, DDPMScheduler
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
-from transformers import CLIPTokenizer
 
 from lightning_dpipe.core.errors import SpecError
-from lightning_dpipe.models.parts import Source, clip_text_part, diffusers_part, empty_caption
-from lightning_dpipe.models.spec import Field, FrozenComponent, SelfConditioning
-from lightning_dpipe.models.text import clip_encoder
+from lightning_dpipe.models.names import outside_reads
+from lightning_dpipe.models.parts import Source, diffusers_part
+from lightning_dpipe.models.spec import (
+    DRAW_KEY,
+    Backbone,
+    Field,
+    FrozenComponent,
+    Loss,
+    PipelineSpec,
+    SelfConditioning,
+)
 from lightning_dpipe.models.widen import widen_input
-from lightning_dpipe.objective.dropout import caption_dropout
 from lightning_dpipe.objective.latents import vae_encoder
-from lightning_dpipe.objective.noise import noise_component
-from lightning_dpipe.objective.schedule import NoiseSchedule
+from lightning_dpipe.objective.losses import weighted_mse
+from lightning_dpipe.objective.noise import TimestepDensity, noise_component
+from lightning_dpipe.objective.resolution import ResolutionShift
+from lightning_dpipe.objective.schedule import NoiseSchedule, Prediction
 from lightning_dpipe.objective.selfcond import self_conditioning
 from lightning_dpipe.sampling.simple import Guidance, SampleRequest, backbone_denoiser, sample
 from lightning_dpipe.strategy.module import DiffusionModule
@@ -34,6 +42,7 @@ from lightning_dpipe.strategy.modules.optimizer import AdamWConfig
 
 LATENT_CLAMP = 4.0
 """Bound of a self-conditioning estimate, in standard deviations of the latents."""
+LOSS = Loss(fn=weighted_mse, reads=("out", "target", "weight"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,30 +51,26 @@ class LatentConfig:
 
     Attributes:
         image_size: Side of the images in pixels.
-        num_tokens: Length that captions are padded to.
         vae: Arguments of diffusers' ``AutoencoderKL``.
-        text: Arguments of transformers' ``CLIPTextConfig``.
         pretrained: Folder or hub id of a diffusers pipeline, which brings its own configurations;
             None: the ones given, with random weights.
         revision: Of the hub.
         variant: Of the hub's files.
         scheduler: A diffusers scheduler: noise, timesteps and what the model predicts; None takes
             the one of `pretrained`.
-        caption_dropout: Share of samples trained on the empty caption, for guidance.
+        timesteps: How training draws them: ``uniform``, or ``logit_normal`` (flow models).
         self_conditioning: Share of steps with a first estimate; None trains without.
         min_snr_gamma: Weigh losses by min-SNR; None weighs all alike.
         buckets: More shape classes beside the square of `image_size`: (height, width) by name.
     """
 
     image_size: int = 512
-    num_tokens: int = 77
     vae: Mapping[str, Any] | None = None
-    text: Mapping[str, Any] | None = None
     pretrained: str | None = None
     revision: str | None = None
     variant: str | None = None
     scheduler: Any = None
-    caption_dropout: float = 0.1
+    timesteps: TimestepDensity | str = TimestepDensity.UNIFORM
     self_conditioning: float | None = None
     min_snr_gamma: float | None = None
     optimizer: AdamWConfig = field(default_factory=AdamWConfig)
@@ -80,18 +85,35 @@ class LatentConfig:
 
 
 class LatentModule(DiffusionModule):
-    """A module whose backbone works on a VAE's latents and reads CLIP's encoding of captions.
+    """A module whose backbone works on a VAE's latents.
 
-    A subclass builds its backbone's modules in ``configure_model`` after `build_encoders`, and
-    lists them in ``pipeline_spec`` after `encoders`.
+    A subclass says what the backbone is and what conditions it. `part` is the keyword that takes
+    the backbone's configuration, its attribute, and its folder in a pipeline.
+
+    Args:
+        seed: Key of all draws; see `DiffusionModule`.
+        options: The backbone's configuration under the name of `part` (not read with
+            ``pretrained``), and fields of `LatentConfig`.
     """
 
-    def __init__(self, config: LatentConfig, *, seed: int | None = None) -> None:
+    kind: ClassVar[type[nn.Module]]
+    part: ClassVar[str] = "transformer"
+    scheduler_kind: ClassVar[type] = DDPMScheduler
+    patch: ClassVar[int] = 2
+
+    def __init__(self, *, seed: int | None = None, **options: Any) -> None:
         super().__init__(seed=seed)
-        self.config = config
+        self.backbone_config: Mapping[str, Any] | None = options.pop(self.part, None)
+        self.config = LatentConfig(**options)
+
+    def configure_model(self) -> None:
+        """Load or build encoders and backbone, with input channels for an estimate."""
+        if not hasattr(self, "vae"):
+            self.build_encoders()
+            self.build_backbone()
 
     def build_encoders(self) -> None:
-        """Make the VAE, the text encoder and the scheduler; none of their weights is trained.
+        """Make the VAE and the scheduler; none of their weights is trained.
 
         Raises:
             SpecError: A part is neither configured nor found, or the image does not divide.
@@ -99,36 +121,65 @@ class LatentModule(DiffusionModule):
         config = self.config
         source = config.source
         self.vae = diffusers_part(AutoencoderKL, config.vae, source, "vae")
+        self.vae.requires_grad_(False)  # the decoder too, which no layer runs
         side = config.image_size
         self.latent_shape = _latent_shape(self.vae, "image_size", (side, side))
-        self.text = clip_text_part(config.text, source)
-        for encoder in (self.vae, self.text):  # the decoder too, which no layer runs
-            encoder.requires_grad_(False)
         scheduler = config.scheduler
         if scheduler is None:
             if source is None:
                 raise SpecError("no scheduler is given, and no pretrained pipeline that has one")
-            scheduler = source.load(DDPMScheduler, "scheduler")
+            scheduler = source.load(self.scheduler_kind, "scheduler")
         self.scheduler = scheduler
-        self.empty_ids = empty_caption(self.text, source, config.num_tokens)
 
-    def widen_for_estimate(self, model: nn.Module) -> None:
-        """Give the backbone input channels for its own estimate, if it conditions on it."""
+    def build_backbone(self) -> None:
+        """Make the model that is trained."""
+        model = diffusers_part(self.kind, self.backbone_config, self.config.source, self.part)
+        setattr(self, self.part, model)
         if self.config.self_conditioning is not None:
             widen_input(model, self.latent_shape[0])
+
+    def backbone(self, self_cond: str | None) -> Backbone:
+        """The trained layers; they read ``noisy`` and the estimate under the name given."""
+        raise NotImplementedError
+
+    def condition_inputs(self) -> dict[str, Field]:
+        """The batch fields beside the image that `conditioning` reads."""
+        return {}
+
+    def conditioning(self) -> tuple[FrozenComponent, ...]:
+        """Frozen work that makes what the backbone is conditioned on of those fields."""
+        return ()
+
+    def unconditional(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The fields of the same samples without a condition, for guidance."""
+        return dict(fields)
+
+    def pipeline_spec(self) -> PipelineSpec:
+        """Encoders and noise run ahead, the backbone is cut at its layers."""
+        estimate = self.estimate()
+        return PipelineSpec(
+            inputs=self.inputs(),
+            frozen=self.encoders(),
+            backbones=(self.backbone(None if estimate is None else estimate.writes),),
+            loss=LOSS,
+            self_conditioning=estimate,
+            shapes=self.shapes({"image": 3}),
+        )
 
     @cached_property
     def schedule(self) -> NoiseSchedule:
         """The forward process."""
         return NoiseSchedule.from_scheduler(self.scheduler)
 
+    @cached_property
+    def shift(self) -> ResolutionShift | None:
+        """Its time shift by resolution, if the scheduler has one."""
+        return ResolutionShift.from_scheduler(self.scheduler, self.patch)
+
     def inputs(self) -> dict[str, Field]:
         """The batch fields that `encoders` read."""
         size = self.config.image_size
-        return {
-            "image": Field(shape=(3, size, size)),
-            "input_ids": Field(shape=(self.config.num_tokens,), dtype=torch.int64),
-        }
+        return {"image": Field(shape=(3, size, size)), **self.condition_inputs()}
 
     def shapes(self, pixels: Mapping[str, int]) -> dict[str, dict[str, tuple[int, ...]]]:
         """Shape classes of `LatentConfig.buckets`; `pixels` are the channels of image fields.
@@ -145,16 +196,16 @@ class LatentModule(DiffusionModule):
         return found
 
     def encoders(self) -> tuple[FrozenComponent, ...]:
-        """Frozen work up to noisy, timestep, target, weight and context."""
+        """Frozen work up to noisy, timestep, target, weight and the conditions."""
         config = self.config
-        return (
-            caption_dropout(
-                config.caption_dropout, seed=self.seed, empty={"input_ids": self.empty_ids}
-            ),
-            clip_encoder(self.text, input_ids="caption_input_ids"),
-            vae_encoder(self.vae, seed=self.seed),
-            noise_component(self.schedule, seed=self.seed, min_snr_gamma=config.min_snr_gamma),
+        noise = noise_component(
+            self.schedule,
+            seed=self.seed,
+            density=TimestepDensity(config.timesteps),
+            min_snr_gamma=config.min_snr_gamma,
+            shift=self.shift,
         )
+        return (*self.conditioning(), vae_encoder(self.vae, seed=self.seed), noise)
 
     def estimate(self) -> SelfConditioning | None:
         """Self-conditioning on latents, if it is on."""
@@ -172,49 +223,69 @@ class LatentModule(DiffusionModule):
     def draw_samples(
         self, fields: Mapping[str, Tensor], *, num_steps: int, guidance: float
     ) -> Tensor:
-        """Draw one image per caption, ``[batch, 3, size, size]`` in ``[-1, 1]``.
+        """Draw one image per condition, ``[batch, 3, size, size]`` in ``[-1, 1]``.
 
         The weights must be whole: see `callbacks.whole`.
         """
-        ids = fields["input_ids"].to(self.device)
-        empty = torch.tensor(self.empty_ids, device=self.device).expand_as(ids)
+        given = {name: fields[name].to(self.device) for name in self.condition_inputs()}
+        conditions = {**self.encode(given), **self.more_conditions(fields)}
+        conditions, guide = self.guided(conditions, given, guidance)
         request = SampleRequest(
-            noise=starting_noise(self.seed, len(ids), self.latent_shape, self.device),
-            num_steps=num_steps,
-            conditions={"context": self.encode_captions(ids), **self.more_conditions(fields)},
-            guidance=Guidance(
-                scale=guidance, unconditional={"context": self.encode_captions(empty)}
+            noise=starting_noise(
+                self.seed, len(next(iter(given.values()))), self.latent_shape, self.device
             ),
+            num_steps=num_steps,
+            conditions=conditions,
+            guidance=guide,
             self_conditioning=self.spec.self_conditioning,
+            timetable=self.timetable(num_steps),
         )
-        scheduler = DDIMScheduler.from_config(self.scheduler.config)
-        return self.decode(sample(self.denoiser(), scheduler, request))
-
-    def pipeline_parts(self, source: Source) -> dict[str, Any]:
-        """What a diffusers pipeline has beside its backbone."""
-        return {
-            "vae": self.vae,
-            "text_encoder": self.text,
-            "tokenizer": source.load(CLIPTokenizer, "tokenizer"),
-            "scheduler": self.scheduler,
-            "safety_checker": None,
-            "feature_extractor": None,
-            "requires_safety_checker": False,
-        }
+        return self.decode(sample(self.denoiser(), self.sampler(), request))
 
     def denoiser(self) -> Any:
         """What turns noisy latents and conditions into the model's output."""
         return backbone_denoiser(self.spec.backbones[0])
 
+    def sampler(self) -> Any:
+        """A fresh scheduler to draw with: DDIM, or the flow's own."""
+        flow = self.schedule.prediction is Prediction.FLOW
+        return (type(self.scheduler) if flow else DDIMScheduler).from_config(self.scheduler.config)
+
+    def timetable(self, num_steps: int) -> dict[str, Any]:
+        """What else the sampler is told about its steps."""
+        shift = self.shift
+        return {} if shift is None else {"mu": shift.mu(shift.num_tokens(self.latent_shape))}
+
+    def guided(
+        self, conditions: dict[str, Tensor], given: Mapping[str, Tensor], scale: float
+    ) -> tuple[dict[str, Tensor], Guidance | None]:
+        """Conditions of samples with the condition fields `given`, and how they are guided."""
+        if scale == 1.0:
+            return conditions, None
+        unconditional = self.encode(self.unconditional(given))
+        return conditions, Guidance(scale=scale, unconditional=unconditional)
+
     def more_conditions(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the denoiser reads besides the caption."""
+        """What the denoiser reads besides what `conditioning` makes."""
         return {}
 
     @torch.no_grad()
-    def encode_captions(self, ids: Tensor) -> Tensor:
-        """Encoded captions ``[batch, tokens, width]``."""
-        encoded: Tensor = self.text(input_ids=ids).last_hidden_state
-        return encoded
+    def encode(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the backbone reads of the condition fields, by the layers that encode in training.
+
+        A component that also needs an image or its noise does not run.
+        """
+        count = len(next(iter(given.values())))
+        # A batch number below zero drops nothing, as in validation.
+        values = {**given, DRAW_KEY: torch.full((count, 2), -1, dtype=torch.int64)}
+        for component in self.spec.frozen:
+            if {read.name for read in outside_reads(component)} <= values.keys():
+                for layer in component.layers:
+                    made = layer.module(*[values[name] for name in layer.reads])
+                    made = made if isinstance(made, tuple) else (made,)
+                    values.update(zip(layer.writes, made, strict=True))
+        read = {read.name for read in outside_reads(self.spec.backbones[0])}
+        return {name: values[name] for name in sorted(read & values.keys())}
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:

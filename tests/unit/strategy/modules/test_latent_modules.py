@@ -74,7 +74,7 @@ def test_captions_become_the_empty_one(probability: float) -> None:
     module, fields = build(StableDiffusion, caption_dropout=probability), keyed(batch(3))
     (layer,) = module.spec.frozen[0].layers
     ids = layer.module(fields["input_ids"], fields[DRAW_KEY])
-    empty = torch.tensor(module.empty_ids).expand_as(ids)
+    empty = torch.tensor(module.empty["input_ids"]).expand_as(ids)
     assert torch.equal(ids, empty if probability else fields["input_ids"])
 
 
