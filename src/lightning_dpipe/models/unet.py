@@ -50,7 +50,8 @@ def unet_layers(
         sample: Noisy latent ``[batch, channels, height, width]``.
         timestep: ``[batch]``.
         context: Encoded conditioning ``[batch, tokens, dim]``.
-        self_cond: Previous estimate, appended to the sample's channels; None for none.
+        self_cond: Previous estimate, or another picture of the sample's size, appended to its
+            channels; None for none.
         out: Name of the output, shaped as the sample.
         check: Compare with the library's forward, once per configuration and process.
 
