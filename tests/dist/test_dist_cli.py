@@ -1,14 +1,17 @@
 """`dpipe train` with real ranks: one run a job, whole checkpoints, everything where it says."""
 
+import contextlib
 import os
 import re
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from wandb.proto import wandb_internal_pb2
@@ -37,6 +40,8 @@ def dpipe(
     """Run the command in `folder`, without the user's W&B login."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
     environment |= {"XDG_CACHE_HOME": str(profiles), "NETRC": str(folder / "netrc")}
+    paths = (str(Path(__file__).parent), environment.get("PYTHONPATH", ""))
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return subprocess.run(
         [sys.executable, "-m", "lightning_dpipe.cli", *arguments],
         cwd=folder,
@@ -113,30 +118,110 @@ def test_a_run_says_where_everything_is_and_it_is_there(profiles: Path, tmp_path
     assert all(torch.equal(average[n], saved["state_dict"][n]) for n in trained)
 
 
-def test_a_sweep_trains_its_good_jobs_and_reports_its_bad_ones(
-    profiles: Path, tmp_path: Path
-) -> None:
+def jobs_of(folder: Path) -> list[Path]:
+    """Output folders of a sweep, after checking that each job has one ``.hydra`` and no other."""
+    found = sorted(path.parent for path in folder.glob("multirun/*/*/*/.hydra"))
+    assert len(list(folder.glob("**/.hydra"))) == len(found)
+    return found
+
+
+def runs_of(job: Path) -> list[Any]:
+    """Records of a job's only W&B run."""
+    (path,) = (job / "wandb").glob("offline-run-*/*.wandb")
+    return list(wandb_records(path))
+
+
+def exit_codes(jobs: list[Path]) -> list[int]:
+    """How W&B says that each job ended."""
+    return [r.exit.exit_code for job in jobs for r in runs_of(job) if r.HasField("exit")]
+
+
+def report_of(text: str) -> list[list[str]]:
+    """Cells of the table of jobs, without its head."""
+    table = text.split("\nsweep ")[1].splitlines()[2:]
+    return [re.split(r" {2,}", line) for line in table if line[:1].isdigit()]
+
+
+def left_running(mark: Path) -> list[str]:
+    """Processes that a sweep marked by its profile cache has left, after some time to end."""
+    deadline_s = time.monotonic() + 15
+    while True:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("XDG_CACHE_HOME") == str(mark):
+                    found.append(" ".join(process.cmdline()))
+        if not found or time.monotonic() > deadline_s:
+            return found
+        time.sleep(0.2)
+
+
+def test_a_sweep_outlives_a_job_that_loses_a_rank(profiles: Path, tmp_path: Path) -> None:
     done = dpipe(
         profiles,
         tmp_path,
         "train",
         "-m",
-        *QUICK,
-        "strategy.num_stages=3,2",
+        *QUICK[:-1],
+        "strategy.num_microbatches=2,4",
         "seed=1,2",
         "trainer.max_steps=3",
         "~callbacks.sample_grid",
         "callbacks.progress_bar.refresh_rate=0",
+        "+callbacks.fault={_target_: sweep_fault.RankFails, num_microbatches: 4, seed: 1}",
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert left_running(profiles) == []
+    jobs = jobs_of(tmp_path)
+    assert [job.name for job in jobs] == ["0", "1", "2", "3"]
+    checkpoints = [job / "checkpoints" / "last.ckpt" for job in jobs]
+    assert [path.exists() for path in checkpoints] == [True, True, False, True]
+    assert exit_codes(jobs) == [0, 0, 1, 0]
+
+    assert done.stderr.count("RuntimeError: rank 1 of this job fails on purpose") >= 1
+    assert "Error executing job" not in done.stdout + done.stderr
+    rows = report_of(done.stdout)
+    choices = [f"strategy.num_microbatches={m} seed={s}" for m in (2, 4) for s in (1, 2)]
+    assert [row[:3] for row in rows] == [
+        [str(i), choice, "FAILED" if i == 2 else "done"] for i, choice in enumerate(choices)
+    ]
+    assert [tmp_path / row[-1] for row in rows] == jobs
+    assert "\njob 2: rank 1 (stage 0) failed: RuntimeError: rank 1 of this" in done.stdout
+    # Micro-batches change no number, seeds do.
+    losses = [row[4] for row in rows]
+    assert losses[1] == losses[3] != losses[0] and losses[2] == "-"
+    one, two = (torch.load(checkpoints[i], weights_only=False)["state_dict"] for i in (0, 1))
+    assert not torch.equal(one["unet.conv_in.weight"], two["unet.conv_in.weight"])
+
+
+def test_a_sweep_changes_its_ranks_and_refuses_what_does_not_fit(
+    profiles: Path, tmp_path: Path
+) -> None:
+    """On the cascade: both losses reach the logger, and pictures are drawn small, then large."""
+    done = dpipe(
+        profiles,
+        tmp_path,
+        "train",
+        "-m",
+        "recipe=cdm_tiny",
+        "trainer.devices=2,1",
+        "strategy.num_stages=null,3",
+        "strategy.num_microbatches=2",
+        "trainer.max_steps=2",
+        "trainer.log_every_n_steps=1",
+        "callbacks.sample_grid.num_steps=1",
+        "callbacks.progress_bar.refresh_rate=0",
     )
     assert done.returncode == 2, done.stdout + done.stderr
-    assert done.stderr.count("dpipe: 2 ranks cannot form pipelines of 3 devices") == 2
+    assert left_running(profiles) == []
+    assert done.stderr.count("dpipe: 2 ranks cannot form pipelines of 3 devices") == 1
     assert "Traceback" not in done.stderr
-    jobs = sorted(tmp_path.glob("multirun/*/*/*/.hydra"))
-    assert [job.parent.name for job in jobs] == ["0", "1", "2", "3"]
-    assert len(list(tmp_path.glob("**/.hydra"))) == 4
-    checkpoints = [job.parent / "checkpoints" / "last.ckpt" for job in jobs]
-    assert [path.exists() for path in checkpoints] == [False, False, True, True]
-    for job in jobs[2:]:
-        assert len(list((job.parent / "wandb").glob("offline-run-*"))) == 1
-    one, two = (torch.load(path, weights_only=False)["state_dict"] for path in checkpoints[2:])
-    assert not torch.equal(one["unet.conv_in.weight"], two["unet.conv_in.weight"])
+    jobs = jobs_of(tmp_path)
+    rows = report_of(done.stdout)
+    assert [row[2] for row in rows] == ["done", "FAILED", "done", "FAILED"]
+    assert [float(row[4]) > 0 for row in rows if row[2] == "done"] == [True, True]
+    assert [(job / "samples.png").exists() for job in jobs] == [True, False, True, False]
+    for job in (jobs[0], jobs[2]):
+        items = [item for r in runs_of(job) for item in r.history.item]
+        logged = {item.key or "/".join(item.nested_key) for item in items}
+        assert logged >= {"train/loss", "train/loss/base", "train/loss/sr"}

@@ -60,6 +60,12 @@ COMMANDS = {
             help="one step under the plan against one process: same loss, same gradients? (--json)",
             flags=("--json",),
         ),
+        Command(name="ls", help="recipes and config groups, and what they are", plain=True),
+        Command(
+            name="cp",
+            help="copy a recipe out, to change it: RECIPE [recipe/FILE.yaml] [--force]",
+            plain=True,
+        ),
     )
 }
 

@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_dpipe.cli.console import quiet_libraries
 from lightning_dpipe.cli.paths import config_dir
+from lightning_dpipe.cli.sweep import Sweep
 from lightning_dpipe.core.errors import DPipeError
 
 
@@ -33,23 +34,22 @@ def run_app(
     """Compose the config from `arguments` and run `task` on it, once or once per sweep job.
 
     Returns:
-        0 done, 1 failed (traceback printed), 2 bad input (one message printed).
+        0 done, 1 failed (traceback printed), 2 bad input (one message printed). Of a sweep, the
+        code of its first failure; the other jobs run all the same.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let exceptions through: `_report` prints them
     quiet_libraries()
     program = sys.argv[0]
-    codes: dict[int, int] = {}  # of failures printed already, by identity
+    sweep = Sweep()
     failed: list[Exception] = []
 
     def job(config: DictConfig) -> Any:
         sys.argv = [program, *prefix, *arguments]
+        if HydraConfig.get().mode is RunMode.MULTIRUN:
+            return sweep.run(task, config, _report)
         try:
             return task(config)
         except Exception as error:
-            if HydraConfig.get().mode is RunMode.MULTIRUN:
-                # Hydra keeps it till the sweep's last job is done, and then raises the first one.
-                codes[id(error)] = _report(error)
-                raise
             failed.append(error)  # Hydra would print a line of its own first
             return None
 
@@ -58,9 +58,14 @@ def run_app(
     try:
         hydra.main(config_path=str(config_dir()), config_name="config", version_base="1.3")(job)()
     except Exception as error:
-        return codes[id(error)] if id(error) in codes else _report(error)
+        if not any(error is job.error for job in sweep.jobs):  # else it is printed already
+            return _report(error)
     finally:
         sys.argv = before
+        if sweep.jobs:
+            print(f"\n{sweep.text()}", flush=True)
+    if sweep.codes:
+        return sweep.codes[0]
     return _report(failed[0]) if failed else 0
 
 

@@ -29,7 +29,7 @@ def run(config: DictConfig, flags: Sequence[str] = ()) -> float | None:
     """Train as `config` says.
 
     Returns:
-        The last value logged as ``config.optimized_metric``; None without one.
+        The last value logged as ``config.optimized_metric``; without one the last training loss.
 
     Raises:
         DPipeError: Nothing chooses a model or data, or the metric was never logged.
@@ -64,7 +64,8 @@ def build_trainer(config: DictConfig, strategy: Any) -> L.Trainer:
 
 def _metric(trainer: Any, name: str | None) -> float | None:
     if name is None:
-        return None
+        loss = trainer.callback_metrics.get("train/loss")
+        return None if loss is None else float(loss)
     if name not in trainer.callback_metrics:
         raise DPipeError(
             f"optimized_metric={name!r} was never logged; the run logged: "

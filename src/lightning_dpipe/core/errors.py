@@ -1,5 +1,8 @@
 """Errors a user can meet. Each says what is wrong, both numbers, and what to do about it."""
 
+CAUSE = "cause: "
+"""How a note on an exception begins that says which rank's failure it follows from."""
+
 
 class DPipeError(ValueError):
     """Base of every error this package raises on bad input."""

@@ -41,6 +41,7 @@ def unet_layers(
     context: str = "context",
     self_cond: str | None = None,
     out: str = "out",
+    prefix: str = "",
     check: bool = True,
 ) -> tuple[Layer, ...]:
     """Cut a U-Net at every resnet, attention and resampling (47 layers for SD's shape).
@@ -50,8 +51,10 @@ def unet_layers(
         sample: Noisy latent ``[batch, channels, height, width]``.
         timestep: ``[batch]``.
         context: Encoded conditioning ``[batch, tokens, dim]``.
-        self_cond: Previous estimate, appended to the sample's channels; None for none.
+        self_cond: Previous estimate, or another picture of the sample's size, appended to its
+            channels; None for none.
         out: Name of the output, shaped as the sample.
+        prefix: Before the names of the tensors in between.
         check: Compare with the library's forward, once per configuration and process.
 
     Raises:
@@ -62,7 +65,7 @@ def unet_layers(
     if check:
         verify_once(config_key(unet), lambda: _trial(unet))
     extra = () if self_cond is None else (self_cond,)
-    walk = UNetWalk(context)
+    walk = UNetWalk(context, prefix)
     layers = [
         walk.time_embed(unet, sample, timestep),
         walk.conv_in(unet.conv_in, 2**unet.num_upsamplers, (sample, *extra)),

@@ -125,6 +125,20 @@ class NoiseSchedule:
             return signal * noisy - sigma * out
         return (noisy - sigma * out) / signal.clamp(min=_TINY)
 
+    def noise(self, out: Tensor, noisy: Tensor, timestep: Tensor) -> Tensor:
+        """Estimate the noise from the model's output at `timestep` ``[batch]``; ``[batch, ...]``.
+
+        Predictions of the sample divide by sigma, which is zero where there is no noise.
+        """
+        if self.prediction is Prediction.EPSILON:
+            return out
+        if self.prediction is Prediction.FLOW:
+            return self.estimate(out, noisy, timestep) + out
+        signal, sigma = self._at(self.signal, timestep, out), self._at(self.sigma, timestep, out)
+        if self.prediction is Prediction.V:
+            return signal * out + sigma * noisy
+        return (noisy - signal * out) / sigma.clamp(min=_TINY)
+
     @staticmethod
     def _at(table: npt.NDArray[np.float32], index: Tensor, like: Tensor) -> Tensor:
         """Take one factor per sample, shaped to multiply `like`.

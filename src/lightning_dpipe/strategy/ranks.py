@@ -21,6 +21,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 
+from lightning_dpipe.core.errors import CAUSE
 from lightning_dpipe.strategy.collectives import HostLink
 from lightning_dpipe.strategy.launcher import DPipeLauncher, reset_for_new_job
 from lightning_dpipe.strategy.watch import Nursery, Watch, end_all, follow_parent
@@ -186,7 +187,9 @@ class RankedStrategy(ParallelStrategy):
         elif self._watch is None:  # refused before the ranks met: all of them refuse alike
             end_all(self._children, patience_s=3.0)
         else:
-            self._watch.fail(exception, self.failed_at)
+            report = self._watch.fail(exception, self.failed_at)
+            if report.rank != self.global_rank and hasattr(exception, "add_note"):
+                exception.add_note(f"{CAUSE}{report.summary}")
             self._watch.leave()
 
     def _leave_nursery(self) -> None:

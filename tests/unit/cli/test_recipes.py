@@ -11,6 +11,8 @@ from lightning_dpipe.cli.__main__ import main
         ("recipe=sd21_tiny",),
         ("recipe=sd21_tiny", "model.self_conditioning=0.5"),
         ("recipe=controlnet_tiny",),
+        ("recipe=cdm_tiny",),
+        ("recipe=sd21_lcm_tiny",),
     ],
     ids=" ".join,
 )

