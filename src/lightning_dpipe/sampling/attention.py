@@ -181,7 +181,7 @@ class FluxAttention(_Kept):
         first, last = (view.words + token for token in view.tokens)
         keys, values = self.buffers(key, view.words + view.num_tokens, 1)
         keys[:, first - count : last], values[:, first - count : last] = key, value
-        out = dispatch_attention_fn(query, keys, values, backend=self.backend)
+        out: Tensor = dispatch_attention_fn(query, keys, values, backend=self.backend)
         out = out.flatten(2, 3).to(query.dtype)
         if words is None:
             return out

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_dpipe.models.spec import Layer
+
 
 class Scope(str, Enum):
     """How often a value is made."""
@@ -160,6 +162,18 @@ class RowModel:
     def weights(self) -> tuple[int, ...]:
         """Shares of the work, for cutting stages: what is around the blocks hardly counts."""
         return tuple(100 if layer.sites else 1 for layer in self.layers)
+
+
+def row_layer(
+    layer: Layer, parts: Mapping[Scope, Part], kinds: Mapping[str, SiteKind] | None = None
+) -> RowLayer:
+    """A training layer split into `parts`; `kinds` are attention modules of its block, by name."""
+    sites = []
+    for name, kind in (kinds or {}).items():
+        (block,) = layer.owns or ()
+        if getattr(block, name) is not None:
+            sites.append(Site(attention=getattr(block, name), kind=kind))
+    return RowLayer(name=layer.name, parts=parts, modules=layer.modules(), sites=tuple(sites))
 
 
 def unit_part(fn: Callable[..., Tensor | tuple[Tensor, ...]], reads: Any, writes: Any) -> Part:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dpipe.core.errors import PlanError, TransportError
-from lightning_dpipe.core.program import Message
-from lightning_dpipe.runtime.transport import Transport
+from lightning_dpipe.core.program import Channel, Message
+from lightning_dpipe.runtime.transport import Handle, Transport
 from lightning_dpipe.sampling.attention import Cursor, row_attention
 from lightning_dpipe.sampling.call import Call, open_call
 from lightning_dpipe.sampling.mail import Mail
@@ -182,9 +182,11 @@ class _Walk:
     def _timestep(self, unit: Unit) -> Tensor:
         """The solver's time for every row of the model's batch."""
         call = self.call
-        t = call.scheduler.timesteps[unit.step].expand(call.traffic.batches[unit.group][1])
+        t: Tensor = call.scheduler.timesteps[unit.step].expand(call.traffic.batches[unit.group][1])
         scale = call.model.timestep_scale
-        return t if scale == 1.0 else t.to(call.request.noise.dtype) / scale
+        if scale != 1.0:
+            t = t.to(call.request.noise.dtype) / scale
+        return t
 
     def _solve(self, unit: Unit, out: Tensor) -> None:
         """Guide, step the unit's rows, and send the next step's input on its way."""
@@ -236,14 +238,14 @@ def _tuple(made: Any) -> Sequence[Tensor]:
 def _compare(call: Call, transport: Transport, rank: int) -> None:
     """Every edge's two ends show each other what they are about to do."""
     mine = torch.tensor([call.digest()], device=call.request.noise.device)
-    started = []
+    started: list[tuple[Channel, Tensor | None, Handle]] = []
     for channel in call.traffic.channels():
         message = Message(channel=channel, tag="digest of the call", shape=(1,), dtype="int64")
         if channel.source == rank:
             started.append((channel, None, transport.send(message, mine)))
         elif channel.target == rank:
-            theirs = torch.empty_like(mine)
-            started.append((channel, theirs, transport.post(message, theirs)))
+            buffer = torch.empty_like(mine)
+            started.append((channel, buffer, transport.post(message, buffer)))
     for channel, theirs, handle in started:
         handle.wait()
         if theirs is not None and not torch.equal(theirs, mine):

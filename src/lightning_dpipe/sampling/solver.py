@@ -10,6 +10,7 @@ import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -98,7 +99,8 @@ def _elementwise(scheduler: Any, options: SolverOptions, channels: int) -> bool:
                 first, last = cuts[m], cuts[m + 1]
                 solvers.step(step, m, out[:, :, first:last])
         found.append(solvers.latents)
-    return bool(torch.allclose(*found, rtol=1e-4, atol=1e-5, equal_nan=True))
+    whole, halves = found
+    return torch.allclose(whole, halves, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 class PatchSolvers:
@@ -115,9 +117,11 @@ class PatchSolvers:
     def __init__(
         self, scheduler: Any, plan: PatchPlan, patch: int, noise: Tensor, options: SolverOptions
     ) -> None:
-        self.latents = noise * getattr(scheduler, "init_noise_sigma", 1.0)
+        x = noise * getattr(scheduler, "init_noise_sigma", 1.0)
         self.cuts = tuple(row * patch for row in plan.cuts)
         self.timesteps = scheduler.timesteps
+        # One tensor a patch, replaced and never written to: solvers keep what they are given.
+        self.parts = [x[:, :, a:b].contiguous() for a, b in pairwise(self.cuts)]
         self.copies = [copy.deepcopy(scheduler) for _ in range(len(plan))]
         self.options = options
         takes = inspect.signature(scheduler.step).parameters
@@ -125,6 +129,11 @@ class PatchSolvers:
         if "generator" in takes:
             self._more["generator"] = options.generator
         self._draws: tuple[int, list[Tensor]] = (-1, [])
+
+    @property
+    def latents(self) -> Tensor:
+        """All rows, ``[batch, channels, height, width]``."""
+        return torch.cat(self.parts, dim=2) if len(self.parts) > 1 else self.parts[0]
 
     def patches(self, patch: int | None) -> Sequence[int]:
         """The patches that a unit covers."""
@@ -141,9 +150,8 @@ class PatchSolvers:
         t = self.timesteps[step]
         parts = []
         for m in self.patches(patch):
-            x = self.latents[:, :, self.rows(m)]
             scale = getattr(self.copies[m], "scale_model_input", None)
-            parts.append(scale(x, t) if scale is not None else x)
+            parts.append(self.parts[m] if scale is None else scale(self.parts[m], t))
         return (torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]).contiguous()
 
     def step(self, step: int, patch: int | None, out: Tensor) -> None:
@@ -153,14 +161,13 @@ class PatchSolvers:
             rows = self.rows(m)
             piece = out[:, :, rows.start - start : rows.stop - start]
             with _NoiseRows(self._drawn(step), rows, self.cuts[-1]):
-                made = self.copies[m].step(
+                self.parts[m] = self.copies[m].step(
                     piece.contiguous(),
                     self.timesteps[step],
-                    self.latents[:, :, rows].contiguous(),
+                    self.parts[m],
                     return_dict=False,
                     **self._more,
                 )[0]
-            self.latents[:, :, rows] = made
 
     def _drawn(self, step: int) -> list[Tensor]:
         """The noise of a whole step, drawn by its first patch and shared by the others."""

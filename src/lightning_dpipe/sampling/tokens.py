@@ -29,9 +29,9 @@ class RowEmbed:
         embed = self.embed
         latent = torch.cat((sample, *extra), dim=1) if extra else sample
         if view.whole:
-            whole: Tensor = embed(latent)
-            return whole.contiguous()
-        tokens = embed.proj(latent).flatten(2).transpose(1, 2)
+            whole: Tensor = embed(latent).contiguous()
+            return whole
+        tokens: Tensor = embed.proj(latent).flatten(2).transpose(1, 2)
         if embed.layer_norm:
             tokens = embed.norm(tokens)
         if embed.pos_embed is not None:
@@ -52,18 +52,15 @@ class RowEmbed:
         if (embed.height, embed.width) == grid:
             kept: Tensor = embed.pos_embed
             return kept
-        return (
-            get_2d_sincos_pos_embed(
-                embed_dim=embed.pos_embed.shape[-1],
-                grid_size=grid,
-                base_size=embed.base_size,
-                interpolation_scale=embed.interpolation_scale,
-                device=device,
-                output_type="pt",
-            )
-            .float()
-            .unsqueeze(0)
+        fresh: Tensor = get_2d_sincos_pos_embed(
+            embed_dim=embed.pos_embed.shape[-1],
+            grid_size=grid,
+            base_size=embed.base_size,
+            interpolation_scale=embed.interpolation_scale,
+            device=device,
+            output_type="pt",
         )
+        return fresh.float().unsqueeze(0)
 
 
 def rows_of_image(view: View, tokens: Tensor, *, patch: int, channels: int) -> Tensor:

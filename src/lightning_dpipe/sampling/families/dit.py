@@ -11,13 +11,12 @@ from lightning_dpipe.models.spec import Backbone
 from lightning_dpipe.sampling.parts import (
     Along,
     Part,
-    RowLayer,
     RowModel,
     Scope,
-    Site,
     SiteKind,
     Value,
     View,
+    row_layer,
     unit_part,
 )
 from lightning_dpipe.sampling.tokens import RowEmbed, rows_of_image
@@ -30,33 +29,19 @@ def dit_rows(backbone: Backbone, model: DiTTransformer2DModel) -> RowModel:
     _, timestep, label = block0.reads
     dim = model.inner_dim
     layers = [
-        RowLayer(
-            name=embed.name,
-            parts={
-                Scope.UNIT: Part(
-                    fn=RowEmbed(model.pos_embed), reads=(sample, *extra), writes=("h",)
-                )
-            },
-            modules=embed.modules(),
+        row_layer(
+            embed,
+            {Scope.UNIT: Part(fn=RowEmbed(model.pos_embed), reads=(sample, *extra), writes=("h",))},
         )
     ]
     for layer, block in zip(backbone.layers[1:-1], model.transformer_blocks, strict=True):
         parts = {Scope.UNIT: unit_part(_run(block), ("h", timestep, label), ("h",))}
         if layer is block0:
             parts[Scope.STEP] = unit_part(_condition(block), (timestep, label), ("cond",))
-        layers.append(
-            RowLayer(
-                name=layer.name,
-                parts=parts,
-                modules=layer.modules(),
-                sites=(Site(attention=block.attn1, kind=SiteKind.ROWS),),
-            )
-        )
+        layers.append(row_layer(layer, parts, {"attn1": SiteKind.ROWS}))
     layers.append(
-        RowLayer(
-            name=head.name,
-            parts={Scope.UNIT: Part(fn=_head(model), reads=("h", "cond"), writes=head.writes)},
-            modules=head.modules(),
+        row_layer(
+            head, {Scope.UNIT: Part(fn=_head(model), reads=("h", "cond"), writes=head.writes)}
         )
     )
     return RowModel(

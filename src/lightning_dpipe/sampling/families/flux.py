@@ -11,12 +11,11 @@ from lightning_dpipe.models.spec import Backbone
 from lightning_dpipe.sampling.families.sd3 import stream_values, with_words
 from lightning_dpipe.sampling.parts import (
     Part,
-    RowLayer,
     RowModel,
     Scope,
-    Site,
     SiteKind,
     View,
+    row_layer,
     unit_part,
 )
 
@@ -30,9 +29,9 @@ def flux_rows(backbone: Backbone, model: FluxTransformer2DModel) -> RowModel:
     sample, timestep, context, pooled, *more = embed.reads
     guides, extra = (more[:1], more[1:]) if model.config.guidance_embeds else ([], more)
     layers = [
-        RowLayer(
-            name=embed.name,
-            parts={
+        row_layer(
+            embed,
+            {
                 Scope.CALL: unit_part(model.context_embedder, (context,), ("words",)),
                 Scope.STEP: unit_part(_condition(model), (timestep, pooled, *guides), ("temb",)),
                 Scope.UNIT: Part(
@@ -41,29 +40,25 @@ def flux_rows(backbone: Backbone, model: FluxTransformer2DModel) -> RowModel:
                     writes=("h", "c"),
                 ),
             },
-            modules=embed.modules(),
         )
     ]
     rotary = _Rotary(model.pos_embed)
     blocks = (*model.transformer_blocks, *model.single_transformer_blocks)
     for layer, block in zip(middle, blocks, strict=True):
         layers.append(
-            RowLayer(
-                name=layer.name,
-                parts={
+            row_layer(
+                layer,
+                {
                     Scope.UNIT: Part(
                         fn=_run(block, rotary), reads=("h", "c", "temb"), writes=("h", "c")
                     )
                 },
-                modules=layer.modules(),
-                sites=(Site(attention=block.attn, kind=SiteKind.FLUX),),
+                {"attn": SiteKind.FLUX},
             )
         )
     layers.append(
-        RowLayer(
-            name=head.name,
-            parts={Scope.UNIT: Part(fn=_head(model), reads=("h", "temb"), writes=head.writes)},
-            modules=head.modules(),
+        row_layer(
+            head, {Scope.UNIT: Part(fn=_head(model), reads=("h", "temb"), writes=head.writes)}
         )
     )
     return RowModel(

@@ -9,13 +9,12 @@ from lightning_dpipe.models.spec import Backbone
 from lightning_dpipe.sampling.parts import (
     Along,
     Part,
-    RowLayer,
     RowModel,
     Scope,
-    Site,
     SiteKind,
     Value,
     View,
+    row_layer,
     unit_part,
 )
 from lightning_dpipe.sampling.tokens import RowEmbed, rows_of_image
@@ -29,15 +28,14 @@ def pixart_rows(backbone: Backbone, model: PixArtTransformer2DModel) -> RowModel
     extra = more[len(sizes) :]
     dim = model.inner_dim
     layers = [
-        RowLayer(
-            name=embed.name,
-            parts={
+        row_layer(
+            embed,
+            {
                 Scope.STEP: unit_part(_condition(model), (timestep, *sizes), ("temb6", "emb")),
                 Scope.UNIT: Part(
                     fn=RowEmbed(model.pos_embed), reads=(sample, *extra), writes=("h",)
                 ),
             },
-            modules=embed.modules(),
         )
     ]
     context = middle[-1].reads[1]
@@ -45,32 +43,21 @@ def pixart_rows(backbone: Backbone, model: PixArtTransformer2DModel) -> RowModel
         caption, *middle = middle
         context = caption.reads[0]
         layers.append(
-            RowLayer(
-                name=caption.name,
-                parts={
-                    Scope.CALL: unit_part(model.caption_projection, caption.reads, caption.writes)
-                },
-                modules=caption.modules(),
+            row_layer(
+                caption,
+                {Scope.CALL: unit_part(model.caption_projection, caption.reads, caption.writes)},
             )
         )
-    for layer, block in zip(middle, model.transformer_blocks, strict=True):
+    for layer in middle:
         layers.append(
-            RowLayer(
-                name=layer.name,
-                parts={Scope.UNIT: unit_part(layer.module, layer.reads, layer.writes)},
-                modules=layer.modules(),
-                sites=(
-                    Site(attention=block.attn1, kind=SiteKind.ROWS),
-                    Site(attention=block.attn2, kind=SiteKind.CROSS),
-                ),
+            row_layer(
+                layer,
+                {Scope.UNIT: unit_part(layer.module, layer.reads, layer.writes)},
+                {"attn1": SiteKind.ROWS, "attn2": SiteKind.CROSS},
             )
         )
     layers.append(
-        RowLayer(
-            name=head.name,
-            parts={Scope.UNIT: Part(fn=_head(model), reads=("h", "emb"), writes=head.writes)},
-            modules=head.modules(),
-        )
+        row_layer(head, {Scope.UNIT: Part(fn=_head(model), reads=("h", "emb"), writes=head.writes)})
     )
     return RowModel(
         layers=tuple(layers),

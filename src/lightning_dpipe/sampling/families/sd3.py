@@ -9,13 +9,12 @@ from lightning_dpipe.models.spec import Backbone
 from lightning_dpipe.sampling.parts import (
     Along,
     Part,
-    RowLayer,
     RowModel,
     Scope,
-    Site,
     SiteKind,
     Value,
     View,
+    row_layer,
     unit_part,
 )
 from lightning_dpipe.sampling.tokens import RowEmbed, rows_of_image
@@ -27,9 +26,9 @@ def sd3_rows(backbone: Backbone, model: SD3Transformer2DModel) -> RowModel:
     sample, timestep, context, pooled, *extra = embed.reads
     dim = model.inner_dim
     layers = [
-        RowLayer(
-            name=embed.name,
-            parts={
+        row_layer(
+            embed,
+            {
                 Scope.CALL: unit_part(model.context_embedder, (context,), ("words",)),
                 Scope.STEP: unit_part(model.time_text_embed, (timestep, pooled), ("temb",)),
                 Scope.UNIT: Part(
@@ -38,26 +37,19 @@ def sd3_rows(backbone: Backbone, model: SD3Transformer2DModel) -> RowModel:
                     writes=("h", "c"),
                 ),
             },
-            modules=embed.modules(),
         )
     ]
-    for layer, block in zip(middle, model.transformer_blocks, strict=True):
-        sites = [Site(attention=block.attn, kind=SiteKind.JOINT)]
-        if block.attn2 is not None:
-            sites.append(Site(attention=block.attn2, kind=SiteKind.ROWS))
+    for layer in middle:
         layers.append(
-            RowLayer(
-                name=layer.name,
-                parts={Scope.UNIT: unit_part(layer.module, layer.reads, layer.writes)},
-                modules=layer.modules(),
-                sites=tuple(sites),
+            row_layer(
+                layer,
+                {Scope.UNIT: unit_part(layer.module, layer.reads, layer.writes)},
+                {"attn": SiteKind.JOINT, "attn2": SiteKind.ROWS},
             )
         )
     layers.append(
-        RowLayer(
-            name=head.name,
-            parts={Scope.UNIT: Part(fn=_head(model), reads=("h", "temb"), writes=head.writes)},
-            modules=head.modules(),
+        row_layer(
+            head, {Scope.UNIT: Part(fn=_head(model), reads=("h", "temb"), writes=head.writes)}
         )
     )
     return RowModel(
