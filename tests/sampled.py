@@ -342,3 +342,23 @@ def draw(
     assert [rank for rank, x in enumerate(found) if x is not None] == [head]
     last: Tensor = found[head]
     return last
+
+
+STALE: dict[str, Any] = {"mode": "pipefusion", "patches": 3, "warmup": 1}
+"""A plan of three patches."""
+
+
+def options_of(case: Case, request: SampleRequest) -> SolverOptions:
+    """Of the family's first scheduler."""
+    return case.options(case.schedulers[0](), request)
+
+
+def drawn(case: Case, request: SampleRequest, **more: Any) -> Tensor:
+    """Draw from the family's model with its first scheduler."""
+    options = options_of(case, request)
+    return draw(model_of(case.name), case.schedulers[0](), request, options=options, **more)
+
+
+def sites(model: Any) -> list[Any]:
+    """The model's attention modules."""
+    return [m for m in model.modules() if hasattr(m, "processor")]

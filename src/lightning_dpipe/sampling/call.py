@@ -99,6 +99,11 @@ def open_call(
     scale = guidance.scale if guidance is not None and guidance.scale != 1.0 else None
     model = row_model(backbone_of(source, request.conditions), request.conditions)
     plan.check(len(model.layers))
+    if request.self_conditioning is not None and model.estimate is None:
+        raise SpecError(
+            "the request has self-conditioning, the backbone reads no estimate; build its layers "
+            "with self_cond, or leave self_conditioning out"
+        )
     grid = _grid(model, noise)
     stale = plan.mode == Mode.PIPEFUSION
     patches = cut_rows(grid[0], plan.patches if stale else 1)
