@@ -25,7 +25,7 @@ from lightning_dpipe.models.verify import Trial, arguments, config_key, verify_o
 
 def dit_backbone(model: DiTTransformer2DModel, *, name: str = "dit", **names: Any) -> Backbone:
     """The transformer as a backbone; `names` are those of `dit_layers`."""
-    return Backbone(name=name, layers=dit_layers(model, **names))
+    return Backbone(name=name, layers=dit_layers(model, **names), model=model)
 
 
 def dit_layers(

@@ -29,7 +29,7 @@ Rotary = tuple[Tensor, Tensor]
 
 def flux_backbone(model: FluxTransformer2DModel, *, name: str = "flux", **names: Any) -> Backbone:
     """The transformer as a backbone; `names` are those of `flux_layers`."""
-    return Backbone(name=name, layers=flux_layers(model, **names))
+    return Backbone(name=name, layers=flux_layers(model, **names), model=model)
 
 
 def flux_layers(

@@ -29,7 +29,7 @@ def pixart_backbone(
     model: PixArtTransformer2DModel, *, name: str = "pixart", **names: Any
 ) -> Backbone:
     """The transformer as a backbone; `names` are those of `pixart_layers`."""
-    return Backbone(name=name, layers=pixart_layers(model, **names))
+    return Backbone(name=name, layers=pixart_layers(model, **names), model=model)
 
 
 def pixart_layers(

@@ -22,7 +22,7 @@ from lightning_dpipe.models.verify import Trial, arguments, config_key, verify_o
 
 def sd3_backbone(model: SD3Transformer2DModel, *, name: str = "sd3", **names: Any) -> Backbone:
     """The transformer as a backbone; `names` are those of `sd3_layers`."""
-    return Backbone(name=name, layers=sd3_layers(model, **names))
+    return Backbone(name=name, layers=sd3_layers(model, **names), model=model)
 
 
 def sd3_layers(

@@ -69,10 +69,15 @@ class FrozenComponent:
 
 @dataclass(frozen=True, kw_only=True)
 class Backbone:
-    """A trained chain of layers; frozen layers inside it pass gradients through."""
+    """A trained chain of layers; frozen layers inside it pass gradients through.
+
+    `model` is the library's model that the layers were cut from, for those who run it in another
+    way than layer by layer (sampling by rows); None: not known.
+    """
 
     name: str
     layers: tuple[Layer, ...]
+    model: nn.Module | None = field(default=None, compare=False)
 
 
 Component = FrozenComponent | Backbone

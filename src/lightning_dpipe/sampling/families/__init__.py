@@ -1,0 +1,1 @@
+"""How each family of transformers is sampled by rows: one file a family."""
