@@ -143,13 +143,14 @@ def run_pipeline(
     after_step: Callable[[int, RankOutcome], None] | None = None,
     accumulate: int = 1,
     training: bool = True,
+    graph: ModelGraph | None = None,
 ) -> list[RankOutcome]:
     """Run ``batches[step][rank]`` on every rank; gradients are left in the parameters."""
     world = plan.world_size
     hub = ThreadHub(world)
     outcomes: list[Any] = [None] * world
     base = make_spec()
-    graph = trace(base)
+    graph = trace(base) if graph is None else graph
     reducers = {
         rank: reduction.reducer(i)
         for ranks in plan.replica_sets
