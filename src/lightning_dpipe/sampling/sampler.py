@@ -106,6 +106,9 @@ class _Walk:
         call, layers = self.call, self.call.model.layers
         local = [layers[i] for s in self.stages for i in range(*call.plan.stages[s])]
         with ExitStack() as stack:
+            # Values have the weights' dtype, in messages too; autocast would choose others.
+            device = call.request.noise.device.type
+            stack.enter_context(torch.autocast(device, enabled=False))
             stack.enter_context(_evaluating([m for layer in local for m in layer.modules]))
             if call.stale:
                 sites = [site for layer in local for site in layer.sites]
@@ -198,8 +201,8 @@ class _Walk:
             scaled = solvers.model_input(unit.step, unit.patch)
             t = self._timestep(unit)[: len(scaled)]
             estimate = conditioning.estimate(guided, scaled, t)
-        channels = call.traffic.sample[0]
-        solvers.step(unit.step, unit.patch, guided[:, :channels])
+        out = guided[:, : call.traffic.sample[0]].to(call.request.noise.dtype)
+        solvers.step(unit.step, unit.patch, out)
         start = call.traffic.view(unit).first * call.model.patch
         for later in call.traffic.following[unit.index]:
             piece = None
