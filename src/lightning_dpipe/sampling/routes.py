@@ -93,10 +93,14 @@ class Traffic:
     sample_dtype: str
     dtype: str
 
-    def channels(self) -> tuple[Channel, ...]:
-        """Every directed edge between ranks, in an order all ranks derive."""
-        edges = [(self.owners[r.source], self.owners[r.target]) for r in self.routes]
-        edges.append((self.owners[-1], self.owners[0]))
+    def channels(self, owners: Sequence[int] | None = None) -> tuple[Channel, ...]:
+        """Every directed edge between ranks, in an order all ranks derive.
+
+        `owners` are the ranks of another pipeline with the same stages; None: of this one.
+        """
+        at = self.owners if owners is None else owners
+        edges = [(at[r.source], at[r.target]) for r in self.routes]
+        edges.append((at[-1], at[0]))
         return tuple(
             Channel(source=a, target=b, lane=Lane.PIPELINE)
             for a, b in dict.fromkeys(edges)

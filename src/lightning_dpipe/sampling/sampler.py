@@ -43,9 +43,10 @@ def sample(
     options: SolverOptions | None = None,
     transport: Transport | None = None,
     rank: int = 0,
+    pipelines: Sequence[tuple[int, ...]] = (),
     on_step: OnStep | None = None,
 ) -> Tensor | None:
-    """Draw latents ``[batch, channels, height, width]``. All ranks call it with equal arguments.
+    """Draw latents ``[batch, channels, height, width]``. A plan's ranks pass equal arguments.
 
     Args:
         source: A module with a spec (`DiffusionModule`), a backbone, or a diffusers transformer;
@@ -56,6 +57,8 @@ def sample(
         options: What the scheduler is given beside.
         transport: None for a plan whose stages are all on one rank.
         rank: This process's, as the plan counts them.
+        pipelines: Ranks by stage of all pipelines with these stages that sample side by side, each
+            for its own images, in one order on all ranks; empty: there is this one.
         on_step: See `OnStep`.
 
     Returns:
@@ -67,14 +70,22 @@ def sample(
         RankError: Another rank failed.
     """
     call = open_call(source, scheduler, request, plan, options or SolverOptions())
+    if pipelines and rank in plan.owners and plan.owners not in pipelines:
+        raise PlanError(
+            f"stages are on ranks {list(plan.owners)}, which is none of the pipelines "
+            f"{[list(p) for p in pipelines]} that sample side by side; list them all"
+        )
     if transport is None and set(plan.owners) != {rank}:
         raise PlanError(
             f"stages are on ranks {sorted(set(plan.owners))}, this is rank {rank} without a "
             "transport; pass one, or put all stages on this rank"
         )
     if transport is not None:
-        channels = call.traffic.channels()
-        transport.open(channels)
+        transport.open(
+            channel
+            for owners in pipelines or (plan.owners,)
+            for channel in call.traffic.channels(owners)
+        )
         _compare(call, transport, rank)
     if rank not in plan.owners:
         return None

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -151,6 +152,38 @@ def test_every_transfer_is_waited_for_and_sends_are_let_go_of_on_the_way() -> No
         assert all(found.waited.values())
         assert len(found.waited) > 2 * 6 * 10
         assert found.most_kept <= 3 * 8  # of 12 steps: patches and conditions of three
+
+
+def test_pipelines_side_by_side_open_the_same_channels_and_draw_their_own_images() -> None:
+    case, model = CASES["sd3"], model_of("sd3")
+    pipelines = ((1, 0), (3, 2))
+    requests = [case.request(seed=seed, batch=1 + seed) for seed in (0, 1)]
+    opened: list[list[Channel]] = []
+
+    class Noting(ThreadTransport):
+        def open(self, channels: Iterable[Channel]) -> None:
+            opened.append(list(channels))
+            super().open(opened[-1])
+
+    def body(rank: int, hub: ThreadHub) -> Tensor | None:
+        group, request = rank // 2, requests[rank // 2]
+        stages = stages_of(model_of("sd3"), request, 2)
+        plan = SamplingPlan(stages=stages, ranks=pipelines[group], **STALE)
+        # Threads of two pipelines would share one module's processors: each has its own copy.
+        return sample(
+            copies[group], case.schedulers[0](), request, plan, transport=Noting(hub, rank),
+            rank=rank, pipelines=pipelines,
+        )  # fmt: skip
+
+    copies = [model, copy.deepcopy(model)]
+    found = run_threads(body, 4)
+    assert opened[0]
+    assert all(channels == opened[0] for channels in opened)
+    for group, head in enumerate((0, 2)):
+        assert torch.equal(found[head], drawn(case, requests[group], **STALE))
+    plan = SamplingPlan(stages=stages_of(model, requests[0], 2), ranks=(0, 1), **STALE)
+    with pytest.raises(PlanError, match=r"ranks \[0, 1\], which is none of the pipelines"):
+        sample(model, flow_euler(), requests[0], plan, rank=0, pipelines=pipelines)
 
 
 @FAMILIES
