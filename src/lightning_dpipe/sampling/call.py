@@ -104,6 +104,11 @@ def open_call(
             "the request has self-conditioning, the backbone reads no estimate; build its layers "
             "with self_cond, or leave self_conditioning out"
         )
+    if options.one_an_image and len(options.generator) != len(noise):
+        raise SpecError(
+            f"{len(options.generator)} generators for {len(noise)} images; give one an image, or "
+            "one for all"
+        )
     grid = _grid(model, noise)
     stale = plan.mode == Mode.PIPEFUSION
     patches = cut_rows(grid[0], plan.patches if stale else 1)

@@ -26,7 +26,7 @@ from lightning_dpipe.sampling.plan import SamplingPlan
 from lightning_dpipe.sampling.routes import carries
 from lightning_dpipe.sampling.rows import Source
 from lightning_dpipe.sampling.simple import SampleRequest
-from lightning_dpipe.sampling.solver import PatchSolvers, SolverOptions
+from lightning_dpipe.sampling.solver import PatchSolvers, SolverOptions, group_solvers
 from lightning_dpipe.sampling.units import Op, Unit
 
 OnStep = Callable[[int, Tensor], None]
@@ -125,12 +125,9 @@ class _Walk:
                 sites = [site for layer in local for site in layer.sites]
                 stack.enter_context(row_attention(sites, self.cursor))
             if self.last in self.stages:
-                self.solvers = [
-                    PatchSolvers(
-                        call.scheduler, call.patches, call.model.patch, noise, call.options
-                    )
-                    for noise in call.noises
-                ]
+                self.solvers = group_solvers(
+                    call.scheduler, call.patches, call.model.patch, call.noises, call.options
+                )
                 for unit in self.opening:
                     self._to_first(unit, None)
             for op in self.ops:
