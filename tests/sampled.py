@@ -29,8 +29,8 @@ from torch import Tensor
 
 from lightning_dpipe.models.flux import pack, unpack
 from lightning_dpipe.runtime.threads import ThreadHub
-from lightning_dpipe.sampling.plan import SamplingPlan, even_stages
-from lightning_dpipe.sampling.rows import backbone_of, row_model
+from lightning_dpipe.sampling.plan import SamplingPlan
+from lightning_dpipe.sampling.rows import balanced_stages
 from lightning_dpipe.sampling.sampler import sample
 from lightning_dpipe.sampling.simple import Guidance, SampleRequest
 from lightning_dpipe.sampling.solver import SolverOptions
@@ -296,8 +296,7 @@ def model_of(name: str) -> Any:
 
 def stages_of(source: Any, request: SampleRequest, num_stages: int) -> tuple[tuple[int, int], ...]:
     with _BUILDING:
-        made = row_model(backbone_of(source, request.conditions), request.conditions)
-    return even_stages(made.weights(), num_stages)
+        return balanced_stages(source, request.conditions, num_stages)
 
 
 def draw(

@@ -99,11 +99,7 @@ def open_call(
     scale = guidance.scale if guidance is not None and guidance.scale != 1.0 else None
     model = row_model(backbone_of(source, request.conditions), request.conditions)
     plan.check(len(model.layers))
-    if request.self_conditioning is not None and model.estimate is None:
-        raise SpecError(
-            "the request has self-conditioning, the backbone reads no estimate; build its layers "
-            "with self_cond, or leave self_conditioning out"
-        )
+    _check_request(model, request, options)
     grid = _grid(model, noise)
     stale = plan.mode == Mode.PIPEFUSION
     patches = cut_rows(grid[0], plan.patches if stale else 1)
@@ -145,6 +141,19 @@ def open_call(
         inputs=tuple(_inputs(model, request, scale is not None, a, b) for a, b in groups),
         scale=scale,
     )
+
+
+def _check_request(model: RowModel, request: SampleRequest, options: SolverOptions) -> None:
+    if request.self_conditioning is not None and model.estimate is None:
+        raise SpecError(
+            "the request has self-conditioning, the backbone reads no estimate; build its layers "
+            "with self_cond, or leave self_conditioning out"
+        )
+    if options.one_an_image and len(options.generator) != len(request.noise):
+        raise SpecError(
+            f"{len(options.generator)} generators for {len(request.noise)} images; give one an image, or "
+            "one for all"
+        )
 
 
 def _grid(model: RowModel, noise: Tensor) -> tuple[int, int]:

@@ -34,7 +34,6 @@ class Mail:
     ) -> None:
         self.transport = transport
         self.device = device
-        self.num_bytes = 0  # sent to other ranks
         self._here: dict[Key, Tensor] = {}
         self._queues = {channel: deque(parcels) for channel, parcels in incoming.items()}
         self._channel_of = {p.key: c for c, parcels in incoming.items() for p in parcels}
@@ -49,9 +48,7 @@ class Mail:
         if message is None or self.transport is None:
             self._here[key] = value
             return
-        value = value.contiguous()
-        self.num_bytes += value.numel() * value.element_size()
-        self._sent.append((step, self.transport.send(message, value)))
+        self._sent.append((step, self.transport.send(message, value.contiguous())))
 
     def take(self, key: Key) -> Tensor:
         """Wait for a value."""

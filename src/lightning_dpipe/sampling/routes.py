@@ -6,9 +6,12 @@ Out:    routes (a value goes from the stage that wrote it straight to each stage
 Shapes follow from the unit, so nothing is negotiated at run time.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
+from lightning_dpipe.core.graph import DTYPE_BYTES
 from lightning_dpipe.core.program import Channel, Lane, Message
 from lightning_dpipe.sampling.parts import Along, RowModel, Scope, View
 from lightning_dpipe.sampling.units import Op, Unit
@@ -90,10 +93,14 @@ class Traffic:
     sample_dtype: str
     dtype: str
 
-    def channels(self) -> tuple[Channel, ...]:
-        """Every directed edge between ranks, in an order all ranks derive."""
-        edges = [(self.owners[r.source], self.owners[r.target]) for r in self.routes]
-        edges.append((self.owners[-1], self.owners[0]))
+    def channels(self, owners: Sequence[int] | None = None) -> tuple[Channel, ...]:
+        """Every directed edge between ranks, in an order all ranks derive.
+
+        `owners` are the ranks of another pipeline with the same stages; None: of this one.
+        """
+        at = self.owners if owners is None else owners
+        edges = [(at[r.source], at[r.target]) for r in self.routes]
+        edges.append((at[-1], at[0]))
         return tuple(
             Channel(source=a, target=b, lane=Lane.PIPELINE)
             for a, b in dict.fromkeys(edges)
@@ -111,6 +118,18 @@ class Traffic:
         if op.stage == len(self.owners) - 1:
             for later in self.following[unit.index]:
                 yield from self.to_first(later)
+
+    def sent_bytes(
+        self, orders: Mapping[int, Sequence[Op]], opening: Sequence[Unit]
+    ) -> dict[Channel, int]:
+        """What every channel carries in a whole call, the comparison of digests apart."""
+        found = dict.fromkeys(self.channels(), 0)
+        parcels = [self.to_first(unit) for unit in opening]
+        parcels += [self.out_of(op) for ops in orders.values() for op in ops]
+        for _, message in chain.from_iterable(parcels):
+            if message is not None:
+                found[message.channel] += math.prod(message.shape) * DTYPE_BYTES[message.dtype]
+        return found
 
     def to_first(self, unit: Unit) -> Iterator[tuple[Key, Message | None]]:
         """What the solver hands to the first stage: a unit's latent rows, and the estimate's."""

@@ -26,6 +26,7 @@ from lightning_dpipe.sampling.families.flux import flux_rows
 from lightning_dpipe.sampling.families.pixart import pixart_rows
 from lightning_dpipe.sampling.families.sd3 import sd3_rows
 from lightning_dpipe.sampling.parts import RowModel
+from lightning_dpipe.sampling.plan import even_stages
 
 
 @runtime_checkable
@@ -105,3 +106,15 @@ def row_model(backbone: Backbone, conditions: Mapping[str, Tensor]) -> RowModel:
             f"({', '.join(conditions) or 'none'}) lack; add what is missing"
         )
     return made
+
+
+def balanced_stages(
+    source: Source, conditions: Mapping[str, Tensor], num_stages: int
+) -> tuple[tuple[int, int], ...]:
+    """Layer ranges for those who have no training plan: as many blocks a stage as can be.
+
+    Raises:
+        PlanError: There are fewer layers than stages.
+        SpecError, UnsupportedError: See `row_model`.
+    """
+    return even_stages(row_model(backbone_of(source, conditions), conditions).weights(), num_stages)

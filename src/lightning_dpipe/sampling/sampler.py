@@ -26,7 +26,7 @@ from lightning_dpipe.sampling.plan import SamplingPlan
 from lightning_dpipe.sampling.routes import carries
 from lightning_dpipe.sampling.rows import Source
 from lightning_dpipe.sampling.simple import SampleRequest
-from lightning_dpipe.sampling.solver import PatchSolvers, SolverOptions
+from lightning_dpipe.sampling.solver import PatchSolvers, SolverOptions, group_solvers
 from lightning_dpipe.sampling.units import Op, Unit
 
 OnStep = Callable[[int, Tensor], None]
@@ -43,9 +43,10 @@ def sample(
     options: SolverOptions | None = None,
     transport: Transport | None = None,
     rank: int = 0,
+    pipelines: Sequence[tuple[int, ...]] = (),
     on_step: OnStep | None = None,
 ) -> Tensor | None:
-    """Draw latents ``[batch, channels, height, width]``. All ranks call it with equal arguments.
+    """Draw latents ``[batch, channels, height, width]``. A plan's ranks pass equal arguments.
 
     Args:
         source: A module with a spec (`DiffusionModule`), a backbone, or a diffusers transformer;
@@ -56,6 +57,8 @@ def sample(
         options: What the scheduler is given beside.
         transport: None for a plan whose stages are all on one rank.
         rank: This process's, as the plan counts them.
+        pipelines: Ranks by stage of all pipelines with these stages that sample side by side, each
+            for its own images, in one order on all ranks; empty: there is this one.
         on_step: See `OnStep`.
 
     Returns:
@@ -67,14 +70,22 @@ def sample(
         RankError: Another rank failed.
     """
     call = open_call(source, scheduler, request, plan, options or SolverOptions())
+    if pipelines and rank in plan.owners and plan.owners not in pipelines:
+        raise PlanError(
+            f"stages are on ranks {list(plan.owners)}, which is none of the pipelines "
+            f"{[list(p) for p in pipelines]} that sample side by side; list them all"
+        )
     if transport is None and set(plan.owners) != {rank}:
         raise PlanError(
             f"stages are on ranks {sorted(set(plan.owners))}, this is rank {rank} without a "
             "transport; pass one, or put all stages on this rank"
         )
     if transport is not None:
-        channels = call.traffic.channels()
-        transport.open(channels)
+        transport.open(
+            channel
+            for owners in pipelines or (plan.owners,)
+            for channel in call.traffic.channels(owners)
+        )
         _compare(call, transport, rank)
     if rank not in plan.owners:
         return None
@@ -106,17 +117,17 @@ class _Walk:
         call, layers = self.call, self.call.model.layers
         local = [layers[i] for s in self.stages for i in range(*call.plan.stages[s])]
         with ExitStack() as stack:
+            # Values have the weights' dtype, in messages too; autocast would choose others.
+            device = call.request.noise.device.type
+            stack.enter_context(torch.autocast(device, enabled=False))
             stack.enter_context(_evaluating([m for layer in local for m in layer.modules]))
             if call.stale:
                 sites = [site for layer in local for site in layer.sites]
                 stack.enter_context(row_attention(sites, self.cursor))
             if self.last in self.stages:
-                self.solvers = [
-                    PatchSolvers(
-                        call.scheduler, call.patches, call.model.patch, noise, call.options
-                    )
-                    for noise in call.noises
-                ]
+                self.solvers = group_solvers(
+                    call.scheduler, call.patches, call.model.patch, call.noises, call.options
+                )
                 for unit in self.opening:
                     self._to_first(unit, None)
             for op in self.ops:
@@ -198,8 +209,8 @@ class _Walk:
             scaled = solvers.model_input(unit.step, unit.patch)
             t = self._timestep(unit)[: len(scaled)]
             estimate = conditioning.estimate(guided, scaled, t)
-        channels = call.traffic.sample[0]
-        solvers.step(unit.step, unit.patch, guided[:, :channels])
+        out = guided[:, : call.traffic.sample[0]].to(call.request.noise.dtype)
+        solvers.step(unit.step, unit.patch, out)
         start = call.traffic.view(unit).first * call.model.patch
         for later in call.traffic.following[unit.index]:
             piece = None

@@ -9,7 +9,7 @@ moves once a step. What cannot work is refused by name.
 import copy
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -40,6 +40,11 @@ class SolverOptions:
     timesteps: Mapping[str, Any] = field(default_factory=dict)
     step: Mapping[str, Any] = field(default_factory=dict)
     generator: Any = None
+
+    @property
+    def one_an_image(self) -> bool:
+        """Whether every image has a generator of its own."""
+        return isinstance(self.generator, list) and len(self.generator) > 1
 
 
 def prepared(scheduler: Any, num_steps: int, options: SolverOptions, device: torch.device) -> Any:
@@ -103,6 +108,45 @@ def _elementwise(scheduler: Any, options: SolverOptions, channels: int) -> bool:
     return torch.allclose(whole, halves, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
+def group_solvers(
+    scheduler: Any, plan: PatchPlan, patch: int, noises: Sequence[Tensor], options: SolverOptions
+) -> list["PatchSolvers"]:
+    """Solvers of all groups of a batch, whose starting noise is `noises`.
+
+    One generator draws for the whole batch at once, so that its numbers do not depend on the
+    groups; of a list with one generator an image, each group takes its own.
+    """
+    made: list[PatchSolvers] = []
+    joint = Draws(sum(len(noise) for noise in noises))
+    first = 0
+    for noise in noises:
+        own, draws = options, joint
+        if options.one_an_image:
+            generators = options.generator[first : first + len(noise)]
+            own, draws = replace(options, generator=generators), Draws(None)
+        made.append(PatchSolvers(scheduler, plan, patch, noise, own, draws=draws, first=first))
+        first += len(noise)
+    return made
+
+
+@dataclass(slots=True, eq=False)
+class Draws:
+    """The noise of one step, drawn for whole images by whoever comes first.
+
+    `batch` is how many images one draw is for; None: as many as are asked for.
+    """
+
+    batch: int | None
+    step: int = -1
+    drawn: list[Tensor] = field(default_factory=list)
+
+    def at(self, step: int) -> "Draws":
+        """Forget the step before."""
+        if step != self.step:
+            self.step, self.drawn = step, []
+        return self
+
+
 class PatchSolvers:
     """The latents of one group of images and the solvers of their patches.
 
@@ -112,10 +156,20 @@ class PatchSolvers:
         patch: Latent pixels a token row.
         noise: Unit normal ``[batch, channels, height, width]``.
         options: Arguments of every step.
+        draws: Shared by the groups of a batch; None: this is the whole batch.
+        first: Place of the group's first image in the batch.
     """
 
     def __init__(
-        self, scheduler: Any, plan: PatchPlan, patch: int, noise: Tensor, options: SolverOptions
+        self,
+        scheduler: Any,
+        plan: PatchPlan,
+        patch: int,
+        noise: Tensor,
+        options: SolverOptions,
+        *,
+        draws: Draws | None = None,
+        first: int = 0,
     ) -> None:
         x = noise * getattr(scheduler, "init_noise_sigma", 1.0)
         self.cuts = tuple(row * patch for row in plan.cuts)
@@ -128,7 +182,8 @@ class PatchSolvers:
         self._more = dict(options.step)
         if "generator" in takes:
             self._more["generator"] = options.generator
-        self._draws: tuple[int, list[Tensor]] = (-1, [])
+        self._draws = draws or Draws(None)
+        self._images = slice(first, first + len(noise))
 
     @property
     def latents(self) -> Tensor:
@@ -160,7 +215,7 @@ class PatchSolvers:
         for m in self.patches(patch):
             rows = self.rows(m)
             piece = out[:, :, rows.start - start : rows.stop - start]
-            with _NoiseRows(self._drawn(step), rows, self.cuts[-1]):
+            with _NoiseRows(self._draws.at(step), self._images, rows, self.cuts[-1]):
                 self.parts[m] = self.copies[m].step(
                     piece.contiguous(),
                     self.timesteps[step],
@@ -169,22 +224,17 @@ class PatchSolvers:
                     **self._more,
                 )[0]
 
-    def _drawn(self, step: int) -> list[Tensor]:
-        """The noise of a whole step, drawn by its first patch and shared by the others."""
-        if self._draws[0] != step:
-            self._draws = (step, [])
-        return self._draws[1]
-
 
 class _NoiseRows(TorchFunctionMode):
-    """Inside, ``torch.randn`` draws for the whole image and returns a patch's rows.
+    """Inside, ``torch.randn`` draws for whole images and returns a group's and a patch's part.
 
-    So a patch gets the numbers that it gets without patches. It applies to this thread only.
+    So both get the numbers that they get in one process. It applies to this thread only.
     """
 
-    def __init__(self, drawn: list[Tensor], rows: slice, height: int) -> None:
+    def __init__(self, draws: Draws, images: slice, rows: slice, height: int) -> None:
         super().__init__()
-        self.drawn = drawn
+        self.draws = draws
+        self.images = images
         self.rows = rows
         self.height = height
         self.calls = 0
@@ -196,7 +246,10 @@ class _NoiseRows(TorchFunctionMode):
         if func is not torch.randn:
             return func(*args, **kwargs)
         size = tuple(args[0]) if len(args) == 1 else args
+        batch, drawn = self.draws.batch, self.draws.drawn
         self.calls += 1
-        if self.calls > len(self.drawn):
-            self.drawn.append(torch.randn((*size[:-2], self.height, size[-1]), **kwargs))
-        return self.drawn[self.calls - 1][..., self.rows, :]
+        if self.calls > len(drawn):
+            whole = (batch or size[0], *size[1:-2], self.height, size[-1])
+            drawn.append(torch.randn(whole, **kwargs))
+        found = drawn[self.calls - 1][..., self.rows, :]
+        return found if batch is None else found[self.images]

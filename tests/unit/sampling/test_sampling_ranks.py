@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dpipe.core.errors import PlanError, RankError, SpecError, TransportError
-from lightning_dpipe.core.program import Message
+from lightning_dpipe.core.program import Channel, Message
 from lightning_dpipe.runtime.threads import ThreadHub, ThreadTransport
 from lightning_dpipe.sampling.call import open_call
 from lightning_dpipe.sampling.plan import SamplingPlan
@@ -107,9 +108,14 @@ class Recording(ThreadTransport):
     def __init__(self, hub: ThreadHub, rank: int) -> None:
         super().__init__(hub, rank)
         self.waited: dict[str, bool] = {}
+        self.sent_bytes: dict[Channel, int] = {}
         self.kept = self.most_kept = 0
 
     def send(self, message: Message, tensor: Tensor) -> Any:
+        assert tensor.numel()
+        if not message.tag.startswith("digest"):
+            before = self.sent_bytes.get(message.channel, 0)
+            self.sent_bytes[message.channel] = before + tensor.numel() * tensor.element_size()
         return self._noted("sent", message, super().send(message, tensor), 1)
 
     def post(self, message: Message, buffer: Tensor) -> Any:
@@ -146,6 +152,59 @@ def test_every_transfer_is_waited_for_and_sends_are_let_go_of_on_the_way() -> No
         assert all(found.waited.values())
         assert len(found.waited) > 2 * 6 * 10
         assert found.most_kept <= 3 * 8  # of 12 steps: patches and conditions of three
+
+
+def test_pipelines_side_by_side_open_the_same_channels_and_draw_their_own_images() -> None:
+    case, model = CASES["sd3"], model_of("sd3")
+    pipelines = ((1, 0), (3, 2))
+    requests = [case.request(seed=seed, batch=1 + seed) for seed in (0, 1)]
+    opened: list[list[Channel]] = []
+
+    class Noting(ThreadTransport):
+        def open(self, channels: Iterable[Channel]) -> None:
+            opened.append(list(channels))
+            super().open(opened[-1])
+
+    def body(rank: int, hub: ThreadHub) -> Tensor | None:
+        group, request = rank // 2, requests[rank // 2]
+        stages = stages_of(model_of("sd3"), request, 2)
+        plan = SamplingPlan(stages=stages, ranks=pipelines[group], **STALE)
+        # Threads of two pipelines would share one module's processors: each has its own copy.
+        return sample(
+            copies[group], case.schedulers[0](), request, plan, transport=Noting(hub, rank),
+            rank=rank, pipelines=pipelines,
+        )  # fmt: skip
+
+    copies = [model, copy.deepcopy(model)]
+    found = run_threads(body, 4)
+    assert opened[0]
+    assert all(channels == opened[0] for channels in opened)
+    for group, head in enumerate((0, 2)):
+        assert torch.equal(found[head], drawn(case, requests[group], **STALE))
+    plan = SamplingPlan(stages=stages_of(model, requests[0], 2), ranks=(0, 1), **STALE)
+    with pytest.raises(PlanError, match=r"ranks \[0, 1\], which is none of the pipelines"):
+        sample(model, flow_euler(), requests[0], plan, rank=0, pipelines=pipelines)
+
+
+@FAMILIES
+def test_channels_carry_the_bytes_that_are_foretold(case: Case) -> None:
+    model, request = model_of(case.name), case.request(batch=2)
+    options = options_of(case, request)
+    plan = SamplingPlan(stages=stages_of(model, request, 3), **STALE)
+    call = open_call(model, case.schedulers[0](), request, plan, options)
+    opening = [unit for unit in call.units if unit.step == 0]
+    foretold = call.traffic.sent_bytes(call.timeline.orders(), opening)
+
+    def body(rank: int, hub: ThreadHub) -> dict[Channel, int]:
+        transport = Recording(hub, rank)
+        sample(
+            model, case.schedulers[0](), request, plan, options=options,
+            transport=transport, rank=rank,
+        )  # fmt: skip
+        return transport.sent_bytes
+
+    carried = {channel: n for found in run_threads(body, 3) for channel, n in found.items()}
+    assert carried == foretold
 
 
 def test_sixteen_patches_of_a_large_image_pass_rendezvous_channels() -> None:

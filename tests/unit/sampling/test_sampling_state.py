@@ -8,6 +8,7 @@ result would not be bit-identical), a second parallel axis. Sub-groups bound to 
 GPU; channels are the training engine's, which the GPU tests cover.
 """
 
+import copy
 import dataclasses
 import gc
 import subprocess
@@ -28,6 +29,7 @@ from sampled import (
     STALE,
     STEPS,
     Case,
+    draw,
     drawn,
     model_of,
     options_of,
@@ -127,6 +129,46 @@ def test_nothing_outlives_a_call_and_processors_modes_and_names_are_as_before(ca
     assert all(m.processor is p for m, p in zip(sites(model), before, strict=True))
     assert all(m.training for m in model.modules())
     model.eval()
+
+
+@FAMILIES
+def test_autocast_around_a_call_changes_nothing(case: Case) -> None:
+    request = case.request()
+    expected = drawn(case, request, **STALE)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(drawn(case, request, **STALE), expected)
+
+
+@FAMILIES
+def test_half_precision_weights_are_the_library_s_and_take_float_latents_too(case: Case) -> None:
+    model, request = copy.deepcopy(model_of(case.name)).bfloat16(), halved(case.request())
+    make, options = case.schedulers[0], options_of(case, request)
+    expected = case.library(model, make(), request, {})
+    assert expected.dtype is torch.bfloat16
+    assert torch.equal(draw(model, make(), request, ranks=2, options=options), expected)
+    stale_one = draw(model, make(), request, options=options, **STALE)
+    assert torch.equal(draw(model, make(), request, ranks=3, options=options, **STALE), stale_one)
+    finer = dataclasses.replace(request, noise=request.noise.float())
+    found = draw(model, make(), finer, ranks=2, options=options, **STALE)
+    assert found.dtype is torch.float32
+    assert found.isfinite().all()
+
+
+def halved(request: Any) -> Any:
+    """The request with its floats in bfloat16."""
+
+    def half(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {k: v.bfloat16() if v.is_floating_point() else v for k, v in tensors.items()}
+
+    guidance = request.guidance
+    if guidance is not None:
+        guidance = dataclasses.replace(guidance, unconditional=half(guidance.unconditional))
+    return dataclasses.replace(
+        request,
+        noise=request.noise.bfloat16(),
+        conditions=half(request.conditions),
+        guidance=guidance,
+    )
 
 
 def test_on_step_is_called_once_a_step_with_the_whole_batch() -> None:

@@ -12,8 +12,22 @@ from torch import Tensor, nn
 from lightning_dpipe.core.errors import UnsupportedError
 from lightning_dpipe.models.unet import unet_backbone
 from lightning_dpipe.sampling.plan import SamplingPlan
+from lightning_dpipe.sampling.rows import backbone_of, row_model
 from lightning_dpipe.sampling.sampler import sample
-from sampled import CASES, STALE, STEPS, WORDS, ddim, draw, drawn, model_of, options_of, sites
+from sampled import (
+    CASES,
+    STALE,
+    STEPS,
+    WORDS,
+    Case,
+    ddim,
+    draw,
+    drawn,
+    model_of,
+    options_of,
+    sites,
+    stages_of,
+)
 from stale import stale
 
 
@@ -73,6 +87,16 @@ def test_pixart_projects_the_caption_once_a_call_and_embeds_times_once_a_step() 
         "caption": 1, "key": 1, "value": 1, "image": 1 + 3 * (STEPS - 1), "time": STEPS
     }  # fmt: skip
     assert counted.tokens["image"] == 2 * STEPS * 24
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_stages_without_a_training_plan_share_the_blocks(case: Case) -> None:
+    conditions = case.request().conditions
+    layers = row_model(backbone_of(model_of(case.name), conditions), conditions).layers
+    for count in (1, 2, 4):
+        stages = stages_of(model_of(case.name), case.request(), count)
+        blocks = [sum(bool(x.sites) for x in layers[a:b]) for a, b in stages]
+        assert blocks == [4 // count] * count
 
 
 def test_every_block_runs_once_a_unit_however_the_stages_are_cut() -> None:

@@ -17,7 +17,7 @@ from diffusers import (
 )
 from torch import Tensor
 
-from lightning_dpipe.core.errors import UnsupportedError
+from lightning_dpipe.core.errors import SpecError, UnsupportedError
 from lightning_dpipe.sampling.patches import PatchPlan
 from lightning_dpipe.sampling.solver import PatchSolvers, SolverOptions, check_solver, prepared
 from sampled import CASES, dit_loop, draw, model_of
@@ -144,11 +144,36 @@ def test_one_generator_an_image_is_one_draw_an_image() -> None:
         return [torch.Generator().manual_seed(seed) for seed in (7, 8)]
 
     expected = dit_loop(model, DDPMScheduler(), request, {"generator": generators()})
-    drawn = draw(
-        model, DDPMScheduler(), request, options=SolverOptions(generator=generators()),
-        mode="pipefusion", patches=3, warmup=99,
-    )  # fmt: skip
-    assert torch.equal(drawn, expected)
+    for groups in (1, 2):
+        drawn = draw(
+            model, DDPMScheduler(), request, options=SolverOptions(generator=generators()),
+            mode="pipefusion", patches=3, warmup=99, groups=groups,
+        )  # fmt: skip
+        torch.testing.assert_close(drawn, expected)
+        assert groups == 2 or torch.equal(drawn, expected)
+
+
+def test_a_wrong_number_of_generators_is_refused() -> None:
+    generators = [torch.Generator() for _ in range(3)]
+    with pytest.raises(SpecError, match="3 generators for 2 images"):
+        draw(
+            model_of("dit"), DDPMScheduler(), CASES["dit"].request(batch=2),
+            options=SolverOptions(generator=generators),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", [{}, {"mode": "pipefusion", "patches": 3}])
+def test_one_generator_draws_for_the_batch_however_it_is_grouped(plan: dict[str, Any]) -> None:
+    case, model = CASES["dit"], model_of("dit")
+    request = case.request(batch=3)
+    found = [
+        draw(
+            model, DDPMScheduler(), request, ranks=2, options=noise_options(), groups=groups, **plan
+        )
+        for groups in (1, 2, 3)
+    ]
+    for other in found[1:]:  # GEMMs of another size have other last bits, noise must not
+        torch.testing.assert_close(other, found[0])
 
 
 def test_the_step_index_moves_once_a_step_and_the_given_scheduler_stays_fresh() -> None:
