@@ -213,9 +213,13 @@ def build(spec: PipelineSpec, options: PlanOptions, setting: Setting, link: Host
 
 def refit(built: Built, setting: Setting) -> Built:
     """The same cut for another run: with or without fills, for another batch size."""
-    plan = replace(built.plan, batch_size=setting.batch_size, fills=())
-    group_batch = plan.batch_size * plan.num_devices
-    plan = replace(plan, num_microbatches=min(plan.num_microbatches, group_batch))
+    group_batch = setting.batch_size * built.plan.num_devices
+    plan = replace(
+        built.plan,
+        batch_size=setting.batch_size,
+        num_microbatches=min(built.plan.num_microbatches, group_batch),
+        fills=(),
+    )
     if setting.fill and built.profile is not None:
         plan = with_fills(plan, built.profile)
     return replace(built, plan=plan)
