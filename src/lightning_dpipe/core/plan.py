@@ -263,7 +263,7 @@ def default_groups(world_size: int, num_devices: int) -> tuple[tuple[int, ...], 
         raise PlanError(
             f"{world_size} ranks cannot form pipelines of {num_devices} devices "
             f"({world_size} % {num_devices} = {world_size % num_devices}); "
-            "choose num_stages so that it divides the world size"
+            "choose num_stages, or the number of cuts plus one, so that it divides the world size"
         )
     return tuple(
         tuple(reversed(range(first, first + num_devices)))
