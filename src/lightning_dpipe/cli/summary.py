@@ -109,9 +109,7 @@ class RunSummary(Callback):
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 run_folder = Path(logger.experiment.dir).parent
-                upload = f"wandb sync {shlex.quote(str(run_folder))}"
-                sync = f" (upload it: {upload})" if logger._offline else ""
-                lines["W&B run"] = f"{run_folder}{sync}"
+                lines["W&B run"] = run_line(run_folder, offline=logger._offline)
         lines["folder"] = str(self.folder)
         return {name: text for name, text in lines.items() if text}
 
@@ -134,6 +132,12 @@ class RunSummary(Callback):
         spent_s = self._end_s - self._start_s
         samples = batch_size * trainer.world_size * steps
         return f"{samples / spent_s:.1f} samples/s ({steps} steps in {spent_s:.0f} s)"
+
+
+def run_line(folder: Path, *, offline: bool) -> str:
+    """Where a W&B run is; how to upload it, as a command for a shell, if that is still to do."""
+    sync = f" (upload it: wandb sync {shlex.quote(str(folder))})" if offline else ""
+    return f"{folder}{sync}"
 
 
 def _ranks(drawn: Drawn) -> str:

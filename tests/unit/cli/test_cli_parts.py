@@ -2,8 +2,10 @@
 
 import logging
 import os
+import shlex
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from omegaconf import OmegaConf
 from lightning_dpipe.cli.console import configure_console
 from lightning_dpipe.cli.parts import one_thread_per_rank
 from lightning_dpipe.cli.report import limits_text
+from lightning_dpipe.cli.summary import run_line
 from lightning_dpipe.cli.train import build_callbacks
 from lightning_dpipe.planning.explain import Limit
 
@@ -77,3 +80,10 @@ def test_limits_that_overlap_say_so() -> None:
 
     assert "overlap" in text(0.7, 0.4)
     assert "overlap" not in text(0.7, 0.2)
+
+
+def test_the_command_that_uploads_a_run_works_in_a_folder_with_a_space() -> None:
+    folder = Path("/data/my runs/wandb/offline-run")
+    shown = run_line(folder, offline=True)
+    assert shlex.split(shown.split("upload it: ")[1].rstrip(")")) == ["wandb", "sync", str(folder)]
+    assert run_line(folder, offline=False) == str(folder)
