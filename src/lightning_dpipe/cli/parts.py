@@ -78,6 +78,8 @@ def one_thread_per_rank(config: DictConfig) -> None:
 def num_devices(config: DictConfig) -> int:
     """Ranks of one node, counted as Lightning counts ``trainer.devices``."""
     devices = config.trainer.devices
+    if devices == 0 or devices == "0" or (isinstance(devices, int) and devices < -1):
+        raise DPipeError(f"trainer.devices={devices}; give at least 1, or -1 for all of them")
     if isinstance(devices, int):
         return devices if devices > 0 else _auto_devices(config)
     if isinstance(devices, str) and devices.isdigit():

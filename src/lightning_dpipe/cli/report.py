@@ -134,7 +134,10 @@ def limits_text(limits: Sequence[Limit]) -> str:
     """One line each, with the share of the device time."""
     if not limits:
         return "  nothing above 1% of the device time: it is useful work"
-    return "\n".join(f"  {f'{x.share:.1%}' if x.share else '':>6}  {x.text}" for x in limits)
+    lines = [f"  {f'{x.share:.1%}' if x.share else '':>6}  {x.text}" for x in limits]
+    if sum(x.share for x in limits) > 1:
+        lines.append("  causes overlap: a slow stage is also the reason for other devices' bubbles")
+    return "\n".join(lines)
 
 
 def figures(plan: Plan, unfilled: Timeline, filled: Timeline) -> dict[str, Any]:

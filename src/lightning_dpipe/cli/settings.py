@@ -51,7 +51,7 @@ def _check_numbers(config: DictConfig) -> None:
         if value is not None and (not isinstance(value, int) or value < 1):
             raise DPipeError(f"{name}={value}; give a whole number of at least 1, or leave it out")
     in_data = config.data.get("batch_size")
-    if isinstance(in_data, int) and in_data < 1:
+    if in_data is not None and (not isinstance(in_data, int) or in_data < 1):
         raise DPipeError(f"data.batch_size={in_data}; a batch has at least 1 sample per device")
     if config.trainer.get("max_steps") == 0:
         raise DPipeError(

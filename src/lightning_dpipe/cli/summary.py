@@ -4,6 +4,7 @@ In:     the strategy's plan, what the other callbacks measured and drew.
 Out:    a few lines when training starts, and a few when it is over.
 """
 
+import shlex
 import statistics
 import time
 from pathlib import Path
@@ -72,8 +73,9 @@ class RunSummary(Callback):
         if plan is not None:
             rows = max(split_sizes(plan.batch_size * plan.num_devices, plan.num_microbatches))
             shape = (
-                f"{world_size} ranks = {plan.stage_counts} stages x {len(plan.groups)} replicas, "
-                f"{plan.schedule}, {plan.num_microbatches} micro-batches of {rows}"
+                f"{world_size} ranks = {len(plan.groups)} x {plan.num_devices} devices, "
+                f"{plan.stage_counts} stages, {plan.schedule}, {plan.num_microbatches} "
+                f"micro-batches of {rows}"
             )
         lines = {"world": shape}
         if batch_size is not None:
@@ -107,8 +109,7 @@ class RunSummary(Callback):
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 run_folder = Path(logger.experiment.dir).parent
-                sync = f" (upload it: wandb sync {run_folder})" if logger._offline else ""
-                lines["W&B run"] = f"{run_folder}{sync}"
+                lines["W&B run"] = run_line(run_folder, offline=logger._offline)
         lines["folder"] = str(self.folder)
         return {name: text for name, text in lines.items() if text}
 
@@ -131,6 +132,12 @@ class RunSummary(Callback):
         spent_s = self._end_s - self._start_s
         samples = batch_size * trainer.world_size * steps
         return f"{samples / spent_s:.1f} samples/s ({steps} steps in {spent_s:.0f} s)"
+
+
+def run_line(folder: Path, *, offline: bool) -> str:
+    """Where a W&B run is; how to upload it, as a command for a shell, if that is still to do."""
+    sync = f" (upload it: wandb sync {shlex.quote(str(folder))})" if offline else ""
+    return f"{folder}{sync}"
 
 
 def _ranks(drawn: Drawn) -> str:

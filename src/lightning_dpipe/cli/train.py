@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
+from lightning.pytorch.callbacks import LearningRateMonitor
 from omegaconf import DictConfig
 
 import lightning_dpipe
@@ -51,15 +52,22 @@ def run(config: DictConfig, flags: Sequence[str] = ()) -> float | None:
 
 def build_trainer(config: DictConfig, strategy: Any) -> L.Trainer:
     """Trainer with strategy, callbacks and logger."""
-    callbacks = [instantiate(c) for c in (config.get("callbacks") or {}).values() if c]
     folder = HydraConfig.get().runtime.output_dir
+    logger = build_logger(config)
     trainer: L.Trainer = instantiate(
         config.trainer,
         strategy=strategy,
-        callbacks=[*callbacks, RunSummary(folder)],
-        logger=build_logger(config) or False,
+        callbacks=[*build_callbacks(config, logs=logger is not None), RunSummary(folder)],
+        logger=logger or False,
     )
     return trainer
+
+
+def build_callbacks(config: DictConfig, *, logs: bool) -> list[L.Callback]:
+    """Instantiate ``config.callbacks``; if nothing logs, without those that need a logger."""
+    made = [instantiate(c) for c in (config.get("callbacks") or {}).values() if c]
+    # Lightning's monitor ends a run that has no logger.
+    return [c for c in made if logs or not isinstance(c, LearningRateMonitor)]
 
 
 def _metric(trainer: Any, name: str | None) -> float | None:

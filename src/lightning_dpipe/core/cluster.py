@@ -4,13 +4,13 @@ In:     a mapping (a cluster file), or keyword arguments. Out: what a roofline p
 of ranks onto nodes need. Ranks are numbered node by node.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from lightning_dpipe.core.errors import ClusterError
 from lightning_dpipe.core.graph import DTYPE_BYTES
-from lightning_dpipe.core.jsonio import from_data
 from lightning_dpipe.core.profile import Link
 
 _FREE = ("host_us", "host_bytes_per_s")
@@ -38,14 +38,15 @@ class Device:
     launch_us: int
 
     def __post_init__(self) -> None:
-        _check_positive(f"device {self.name!r}", self, zero=("launch_us", "half_efficiency_flops"))
+        zero = ("launch_us", "half_efficiency_flops")
+        _check_positive(f"device {self.name!r}", Device, _values(self), zero=zero)
         for name in ("max_efficiency", "memory_efficiency"):
             if getattr(self, name) > 1:
                 raise ClusterError(
                     f"{name} of device {self.name!r} is {getattr(self, name)}; "
                     "expected a share in (0, 1]"
                 )
-        if not self.flops_per_s:
+        if not isinstance(self.flops_per_s, Mapping) or not self.flops_per_s:
             raise ClusterError(f"device {self.name!r} has no flops_per_s; give at least one dtype")
         for dtype, flops in self.flops_per_s.items():
             if dtype not in DTYPE_BYTES:
@@ -53,7 +54,7 @@ class Device:
                     f"flops_per_s of device {self.name!r} names {dtype!r}; "
                     f"known: {', '.join(DTYPE_BYTES)}"
                 )
-            if not _is_number(flops) or flops <= 0:
+            if not _is_number(flops) or not 0 < flops < math.inf:
                 raise ClusterError(
                     f"flops_per_s[{dtype}] of device {self.name!r} is {flops!r}; expected a "
                     "number above 0"
@@ -102,18 +103,14 @@ class Cluster:
     node_kinds: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_positive(f"cluster {self.name!r}", self)
+        _check_positive(f"cluster {self.name!r}", Cluster, _values(self))
         kinds = 1 + len(self.others)
-        known = sorted(set(self.node_kinds)) == list(range(kinds))
+        known = set(self.node_kinds) == set(range(kinds))
         if (self.others or self.node_kinds) and not (known and len(self.node_kinds) == self.nodes):
             raise ClusterError(
                 f"node_kinds of cluster {self.name!r} is {self.node_kinds} for {self.nodes} nodes "
                 f"and {kinds} kinds of devices; name the kind of every node, and each kind"
             )
-        for name in ("inside", "between"):
-            link = getattr(self, name)
-            where = f"link {name} of cluster {self.name!r}"
-            _check_positive(where, link, zero=("latency_us", *_FREE))
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any]) -> "Cluster":
@@ -123,13 +120,28 @@ class Cluster:
             ClusterError: A field is missing, unknown or out of range; the message names it.
         """
         _check_fields("the cluster", cls, data, optional=("others", "node_kinds"))
-        for number, device in enumerate((data["device"], *data.get("others", ()))):
+        others, kinds = data.get("others", ()), data.get("node_kinds", ())
+        for name, value in (("others", others), ("node_kinds", kinds)):
+            if not isinstance(value, list | tuple) or (
+                name == "node_kinds" and not all(map(_is_number, value))
+            ):
+                what = "numbers" if name == "node_kinds" else "devices"
+                raise ClusterError(f"{name} of the cluster is {value!r}; expected a list of {what}")
+        for number, device in enumerate((data["device"], *others)):
             where = f"its device of kind {number}" if number else "its device"
             _check_fields(where, Device, device, optional=())
         for name in ("inside", "between"):
             _check_fields(f"its link {name!r}", Link, data[name], optional=_FREE)
-        made: Cluster = from_data(cls, data)
-        return made
+            where = f"link {name} of cluster {data['name']!r}"
+            _check_positive(where, Link, data[name], zero=("latency_us", *_FREE))
+        parts = {
+            "device": Device(**data["device"]),
+            "inside": Link(**data["inside"]),
+            "between": Link(**data["between"]),
+            "others": tuple(Device(**device) for device in others),
+            "node_kinds": tuple(kinds),
+        }
+        return cls(**{**data, **parts})
 
     @property
     def world_size(self) -> int:
@@ -167,7 +179,7 @@ class Cluster:
             return self.inside
         return Link(
             latency_us=self.between.latency_us,
-            bytes_per_s=min(self.inside.bytes_per_s, self.nic_bytes_per_s // side_by_side),
+            bytes_per_s=max(1, min(self.inside.bytes_per_s, self.nic_bytes_per_s // side_by_side)),
             host_us=self.between.host_us,
         )
 
@@ -176,13 +188,20 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _check_positive(where: str, owner: Any, zero: tuple[str, ...] = ()) -> None:
+def _values(owner: Any) -> dict[str, Any]:
+    return {field.name: getattr(owner, field.name) for field in fields(owner)}
+
+
+def _check_positive(
+    where: str, kind: Any, values: Mapping[str, Any], zero: tuple[str, ...] = ()
+) -> None:
     """Refuse what is not a number above 0; the fields `zero` may be 0."""
-    for field in fields(owner):
-        if field.type not in (int, float):
+    for field in fields(kind):
+        if field.type not in (int, float) or field.name not in values:
             continue
-        value = getattr(owner, field.name)
+        value = values[field.name]
         fits = _is_number(value) and (field.type is float or isinstance(value, int))
+        fits = fits and math.isfinite(value)
         if not fits or value < 0 or (value == 0 and field.name not in zero):
             kind = "a whole number" if field.type is int else "a number"
             least = "of at least 0" if field.name in zero else "above 0"

@@ -44,9 +44,6 @@ def fill_slots(
         graph: Names the frozen components.
         orders: The ops that each device runs in this step.
         shape: Sizes of the batch to encode ahead; None there: nothing is filled.
-
-    Raises:
-        PlanError: A fill names an owner that the group does not have.
     """
     slots: dict[tuple[int, int], list[Fill]] = defaultdict(list)
     if shape.next_sizes is None:
@@ -58,11 +55,6 @@ def fill_slots(
         if fill.self_conditioned != shape.self_conditioned:
             continue
         d, home = fill.device, fill.home
-        if not 0 <= home < plan.num_devices:
-            raise PlanError(
-                f"a fill of device {d} encodes samples of device {home}; the group has devices "
-                f"0..{plan.num_devices - 1}: plan again"
-            )
         last = min(fill.last, shape.next_sizes[home])
         covered[home] = max(covered[home], fill.last)
         if fill.after is not None:
@@ -73,6 +65,71 @@ def fill_slots(
         if size > covered[d]:
             slots[d, len(orders[d])] += _whole(graph, d, covered[d], size)
     return slots
+
+
+def check_fills(plan: Plan, graph: ModelGraph) -> None:
+    """Refuse fills that do not encode every sample they touch, once and in a possible order.
+
+    Raises:
+        PlanError: A fill is of what is not there, or a layer is left out, repeated or too early.
+    """
+    for fill in plan.fills:
+        layers = {c.name: len(c.layers) for c in graph.frozen}.get(fill.component)
+        if layers is None or fill.stop > layers:
+            known = ", ".join(f"{c.name} 0:{len(c.layers)}" for c in graph.frozen) or "none"
+            raise PlanError(
+                f"a fill of device {fill.device} is of layers {fill.start}:{fill.stop} of "
+                f"{fill.component!r}; the frozen components are {known}: plan again"
+            )
+        if fill.after is not None and not _is_op_of(plan, fill.after, fill.device):
+            raise PlanError(
+                f"a fill of device {fill.device} comes after {fill.after}, which is no op of that "
+                f"device; the plan has {len(plan.stages)} stages and {plan.num_microbatches} "
+                "micro-batches: plan again"
+            )
+    for variant in (False, True):
+        fills = [fill for fill in plan.fills if fill.self_conditioned is variant]
+        for home in range(plan.num_devices):
+            _check_rows([fill for fill in fills if fill.home == home], home, graph)
+
+
+def _is_op_of(plan: Plan, op: Op, device: int) -> bool:
+    return (
+        0 <= op.stage < len(plan.stages)
+        and 0 <= op.microbatch < plan.num_microbatches
+        and device in plan.stages[op.stage].devices
+    )
+
+
+def _check_rows(fills: Sequence[Fill], home: int, graph: ModelGraph) -> None:
+    """Walk the fills of one device's samples; `done` counts a component's layers by sample."""
+    frozen = {c.name: c for c in graph.frozen}
+    num_rows = max((fill.last for fill in fills), default=0)
+    done = [dict.fromkeys(frozen, 0) for _ in range(num_rows)]
+    for fill in fills:
+        needs = {
+            graph.writers[value]
+            for layer in frozen[fill.component].layers[fill.start : fill.stop]
+            for value in layer.reads
+            if value in graph.writers and graph.writers[value][0] != fill.component
+        }
+        for row in range(fill.first, fill.last):
+            late = [name for name, layer in needs if done[row][name] <= layer]
+            if done[row][fill.component] != fill.start or late:
+                raise PlanError(
+                    f"a fill runs layers {fill.start}:{fill.stop} of {fill.component!r} on sample "
+                    f"{row} of device {home} when {done[row][fill.component]} of them are done"
+                    + "".join(f" and {name!r} has not written what they read" for name in late[:1])
+                    + "; every layer runs once, in order: plan again"
+                )
+            done[row][fill.component] = fill.stop
+    for row, counts in enumerate(done):
+        for name, count in counts.items():
+            if count < len(frozen[name].layers):
+                raise PlanError(
+                    f"the fills run {count} of {len(frozen[name].layers)} layers of {name!r} on "
+                    f"sample {row} of device {home}; they must run all, or nothing: plan again"
+                )
 
 
 def encoders(fills: Iterable[Fill], sizes: Sequence[int]) -> tuple[Run, ...]:

@@ -4,7 +4,7 @@ A *value* is one tensor per writer. Two names for one tensor (``h`` just pushed 
 value; one name written twice is two. Indices are positions in `ModelGraph.values`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -32,6 +32,13 @@ class Value:
     shape: tuple[int, ...]
     dtype: str
     requires_grad: bool
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES or any(extent < 0 for extent in self.shape):
+            raise SpecError(
+                f"value {self.name!r} is {self.dtype} {list(self.shape)}; expected extents of at "
+                f"least 0 and one of {', '.join(DTYPE_BYTES)}"
+            )
 
     @property
     def bytes_per_sample(self) -> int:
@@ -94,6 +101,37 @@ class ModelGraph:
     losses: tuple[LossNode, ...]
     feedback: FeedbackNode | None = None
 
+    def __post_init__(self) -> None:
+        names = [c.name for c in self.components]
+        if len(set(names)) != len(names):
+            raise SpecError(f"components {', '.join(names)}: two have one name; give each its own")
+        there: set[int] = set()
+        self._add(there, "the batch", self.inputs)
+        if self.feedback is not None:
+            self._add(there, "the estimate", (self.feedback.writes,))
+        for component in self.components:
+            for layer in component.layers:
+                where = f"layer {layer.name!r} of {component.name!r}"
+                _check_there(there, where, layer.reads)
+                self._add(there, where, layer.writes)
+        trained = {c.name for c in self.backbones}
+        for node in (*self.losses, *((self.feedback,) if self.feedback else ())):
+            if node.backbone not in trained:
+                raise SpecError(
+                    f"a loss or estimate is of {node.backbone!r}; the backbones are "
+                    f"{', '.join(sorted(trained)) or 'none'}"
+                )
+            _check_there(there, f"a loss or estimate of {node.backbone!r}", node.reads)
+
+    def _add(self, there: set[int], where: str, values: Sequence[int]) -> None:
+        for value in values:
+            if not 0 <= value < len(self.values) or value in there:
+                raise SpecError(
+                    f"{where} makes value {value}; the model has values 0..{len(self.values) - 1}, "
+                    "and each is made once"
+                )
+            there.add(value)
+
     def component(self, name: str) -> ComponentGraph:
         """Find a component.
 
@@ -152,3 +190,9 @@ class ModelGraph:
             read |= set(self.feedback.reads)
             skip.add(self.feedback.writes)
         return tuple(sorted(read - skip))
+
+
+def _check_there(there: set[int], where: str, values: Sequence[int]) -> None:
+    missing = [value for value in values if value not in there]
+    if missing:
+        raise SpecError(f"{where} reads value {missing[0]}, which nothing before it makes")

@@ -12,6 +12,12 @@ from lightning_dpipe.core.errors import PlanError
 from lightning_dpipe.core.op import Op
 from lightning_dpipe.core.origin import Origin
 
+PLAN_VERSION = 1
+"""Of the plan file's format."""
+
+MOST_SAMPLES = 2**24
+"""Of a device: who encodes them is told one by one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
@@ -29,6 +35,16 @@ class Stage:
     shares: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop:
+            raise PlanError(
+                f"a stage has layers {self.start}:{self.stop} of {self.backbone!r}; expected at "
+                "least one, counted from 0: plan again"
+            )
+        if not self.devices or len(set(self.devices)) != len(self.devices):
+            raise PlanError(
+                f"layers {self.start}:{self.stop} of {self.backbone!r} are on devices "
+                f"{list(self.devices)}; name at least one, and each once"
+            )
         if self.shares and (len(self.shares) != len(self.devices) or min(self.shares) < 1):
             raise PlanError(
                 f"shares {self.shares} of the stage on devices {self.devices}; give one whole "
@@ -73,6 +89,14 @@ class Fill:
     self_conditioned: bool = False
     owner: int | None = None
 
+    def __post_init__(self) -> None:
+        if not (0 <= self.start < self.stop and 0 <= self.first < self.last):
+            raise PlanError(
+                f"a fill of device {self.device} is of layers {self.start}:{self.stop} of "
+                f"{self.component!r} on samples {self.first}:{self.last}; expected at least one of "
+                "each, counted from 0: plan again"
+            )
+
     @property
     def home(self) -> int:
         """The device whose local batch the samples are from."""
@@ -102,7 +126,7 @@ class Plan:
     batch_size: int
     schedule: str
     fills: tuple[Fill, ...] = ()
-    version: int = 1
+    version: int = PLAN_VERSION
     origin: Origin | None = None
     lengths: tuple[tuple[int, int], ...] = ()
     conditioned: str | None = None
@@ -115,16 +139,49 @@ class Plan:
             raise PlanError(
                 f"groups {self.groups} do not hold each rank 0..{self.world_size - 1} once"
             )
-        if self.num_microbatches < 1 or self.batch_size < 1:
+        if self.num_microbatches < 1 or not 1 <= self.batch_size <= MOST_SAMPLES:
             raise PlanError(
                 f"num_microbatches={self.num_microbatches}, batch_size={self.batch_size}; "
-                "both must be at least 1"
+                f"both must be at least 1, and a device's batch has at most {MOST_SAMPLES} samples"
             )
+        if self.version != PLAN_VERSION:
+            raise PlanError(
+                f"the plan is of format {self.version}, this release reads format {PLAN_VERSION}; "
+                "plan again"
+            )
+        if self.num_microbatches > self.batch_size * self.num_devices:
+            raise PlanError(
+                f"num_microbatches={self.num_microbatches}, but a pipeline's batch has "
+                f"{self.batch_size * self.num_devices} samples ({self.batch_size} per device x "
+                f"{self.num_devices} devices); use fewer micro-batches or a larger batch"
+            )
+        self._check_devices()
         if self.lengths and len(self.lengths) != len(self.stages):
             raise PlanError(
                 f"{len(self.lengths)} pairs of lengths for {len(self.stages)} stages; give one "
                 "(forward, backward) per stage, or none"
             )
+
+    def _check_devices(self) -> None:
+        """Stages and fills are on devices that a group has, fills on samples that a batch has."""
+        num = self.num_devices
+        for stage in self.stages:
+            if not all(0 <= device < num for device in stage.devices):
+                raise PlanError(
+                    f"layers {stage.start}:{stage.stop} of {stage.backbone!r} are on devices "
+                    f"{list(stage.devices)}; a group has devices 0..{num - 1}: plan again"
+                )
+        for fill in self.fills:
+            if not (0 <= fill.device < num and 0 <= fill.home < num):
+                raise PlanError(
+                    f"a fill of device {fill.device} encodes samples of device {fill.home}; the "
+                    f"group has devices 0..{num - 1}: plan again"
+                )
+            if fill.last > self.batch_size:
+                raise PlanError(
+                    f"a fill of device {fill.device} is on samples {fill.first}:{fill.last}; a "
+                    f"device has {self.batch_size}: plan again"
+                )
 
     @property
     def num_devices(self) -> int:
@@ -208,7 +265,7 @@ def default_groups(world_size: int, num_devices: int) -> tuple[tuple[int, ...], 
         raise PlanError(
             f"{world_size} ranks cannot form pipelines of {num_devices} devices "
             f"({world_size} % {num_devices} = {world_size % num_devices}); "
-            "choose num_stages so that it divides the world size"
+            "choose num_stages, or the number of cuts plus one, so that it divides the world size"
         )
     return tuple(
         tuple(reversed(range(first, first + num_devices)))

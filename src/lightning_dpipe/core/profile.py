@@ -1,9 +1,10 @@
 """What layers, links and the optimizer cost. A Profile holds times and bytes, never a choice."""
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 
 from lightning_dpipe.core.errors import ProfileError
 from lightning_dpipe.core.graph import ModelGraph
@@ -35,6 +36,34 @@ class ComponentCost:
     samples: tuple[int, ...]
     layers: tuple[LayerCost, ...]
 
+    def __post_init__(self) -> None:
+        at = self.samples
+        if not at or at[0] < 1 or any(a >= b for a, b in pairwise(at)):
+            raise ProfileError(
+                f"{self.name!r} is profiled at {list(at)} samples; expected ascending sizes of at "
+                "least 1: profile it again"
+            )
+        for layer in self.layers:
+            for name in _BY_SIZE:
+                costs = getattr(layer, name)
+                if len(costs) != len(at) or min(costs) < 0:
+                    raise ProfileError(
+                        f"{name} of layer {layer.name!r} of {self.name!r} is {list(costs)}; "
+                        f"expected {len(at)} figures of at least 0, for {list(at)} samples"
+                    )
+            _check_least(f"layer {layer.name!r} of {self.name!r}", layer, _ONCE)
+
+
+_BY_SIZE = ("forward_us", "backward_us", "input_grad_us", "activation_bytes")
+_ONCE = ("param_bytes", "trained_bytes", "optimizer_us")
+
+
+def _check_least(where: str, owner: object, names: Iterable[str], least: int = 0) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and value < least:
+            raise ProfileError(f"{name} of {where} is {value}; expected at least {least}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
@@ -47,6 +76,10 @@ class Link:
     bytes_per_s: int
     host_us: int = 0
     host_bytes_per_s: int = 0
+
+    def __post_init__(self) -> None:
+        _check_least("a link", self, ("bytes_per_s",), least=1)
+        _check_least("a link", self, ("latency_us", "host_us", "host_bytes_per_s"))
 
     def send_us(self, num_bytes: int) -> int:
         """Time that the sender itself is busy with a message."""
@@ -136,6 +169,18 @@ class Profile:
                 f"a rank is of kind {wrong[0]}, but the profile knows {1 + len(self.others)} kinds "
                 "of devices; number them from 0"
             )
+        _check_least("the profile", self, ("overhead_us", "fill_us", "memory_bytes"))
+        known = {c.name: len(c.layers) for c in self.graph.components}
+        for costs in (self.costs, *(x.costs for x in self.others)):
+            names = [cost.name for cost in costs]
+            if len(set(names)) != len(names):
+                raise ProfileError(f"costs of {', '.join(names)}: two have one name; profile again")
+            for cost in costs:
+                if known.get(cost.name, len(cost.layers)) != len(cost.layers):
+                    raise ProfileError(
+                        f"the profile has costs of {len(cost.layers)} layers of {cost.name!r}, its "
+                        f"model has {known[cost.name]}; profile this model again"
+                    )
 
     def on(self, rank: int) -> "Profile":
         """The profile of a global rank's own kind of device."""

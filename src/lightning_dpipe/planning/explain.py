@@ -194,8 +194,7 @@ def _loads(timeline: Timeline, total_us: int) -> list[Limit]:
             kind="slowest_stage",
             share=above_us * timeline.num_devices / total_us,
             text=f"the slowest stage, on device {slowest}: {loads_us[slowest] / 1e3:.2f} ms of "
-            f"pipeline work, {loads_us[slowest] / mean_us - 1:.0%} above the mean; layers cannot "
-            "be cut finer",
+            f"pipeline work, {loads_us[slowest] / mean_us - 1:.0%} above the mean",
         )
     ]
 

@@ -7,6 +7,7 @@ everything that differs, as far as the plan knows where it came from (`core/orig
 from collections.abc import Mapping
 
 from lightning_dpipe.core.errors import PlanError
+from lightning_dpipe.core.fills import check_fills
 from lightning_dpipe.core.graph import ModelGraph
 from lightning_dpipe.core.jsonio import digest
 from lightning_dpipe.core.origin import head_differences, layer_counts, layer_differences
@@ -15,13 +16,16 @@ from lightning_dpipe.core.profile import Profile
 
 
 def check_model(plan: Plan, graph: ModelGraph) -> None:
-    """Refuse a plan of another model.
+    """Refuse a plan of another model, or one that leaves out or repeats layers of this one.
 
     Raises:
-        PlanError: Both digests, and the components whose numbers of layers differ.
+        PlanError: Both digests, and the components whose numbers of layers differ; or the stages
+            or fills that do not fit the model.
     """
     here = digest(graph)
     if plan.graph_digest == here:
+        _check_stages(plan, graph)
+        check_fills(plan, graph)
         return
     known = {} if plan.origin is None else dict(plan.origin.layers)
     there_text, here_text = layer_differences(known, dict(layer_counts(graph)))
@@ -34,6 +38,22 @@ def check_model(plan: Plan, graph: ModelGraph) -> None:
     raise PlanError(
         f"the plan is for graph {plan.graph_digest}, this model is {here}{same}; plan again"
     )
+
+
+def _check_stages(plan: Plan, graph: ModelGraph) -> None:
+    """Each backbone's stages hold each of its layers once, in order."""
+    layers = {c.name: len(c.layers) for c in graph.backbones}
+    for name in dict.fromkeys((*layers, *(s.backbone for s in plan.stages))):
+        spans = [(s.start, s.stop) for s in plan.stages if s.backbone == name]
+        borders = [0, *(stop for _, stop in spans)]
+        starts = [*(start for start, _ in spans), layers.get(name)]
+        if borders != starts:
+            there = ", ".join(f"{start}:{stop}" for start, stop in spans) or "none"
+            known = ", ".join(f"{n} 0:{size}" for n, size in layers.items())
+            raise PlanError(
+                f"the plan's stages of {name!r} have layers {there}; the backbones are {known}, "
+                "and each layer belongs to one stage, in order: plan again"
+            )
 
 
 def check_profile(plan: Plan, profile: Profile) -> None:

@@ -92,7 +92,7 @@ def one_ring(legs: Legs, replicas: int) -> Link:
     seconds_a_byte = sum(share / link.bytes_per_s for share, link in busy)
     return Link(
         latency_us=sum(link.latency_us for _, link in busy),
-        bytes_per_s=round(2 * (replicas - 1) / replicas / seconds_a_byte),
+        bytes_per_s=max(1, round(2 * (replicas - 1) / replicas / seconds_a_byte)),
         host_us=sum(link.host_us for _, link in busy),
     )
 

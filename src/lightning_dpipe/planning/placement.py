@@ -182,7 +182,7 @@ def _edge(ends: Sequence[tuple[int, int]], cluster: Cluster) -> Link:
     flows = max(
         *Counter(a for a, _ in crossing).values(), *Counter(b for _, b in crossing).values()
     )
-    speed = min(cluster.between.bytes_per_s, cluster.nic_bytes_per_s // flows)
+    speed = max(1, min(cluster.between.bytes_per_s, cluster.nic_bytes_per_s // flows))
     between = replace(cluster.between, bytes_per_s=speed)
     return between if len(crossing) == len(ends) else merged([between, cluster.inside], best=False)
 

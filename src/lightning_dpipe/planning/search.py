@@ -7,7 +7,7 @@ Numbers that the user gives are taken; "auto" leaves them to the search of `auto
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -84,11 +84,14 @@ def make_plan(
         UnsupportedError: A backbone reads what another one writes; or devices are of several kinds
             and the model has several backbones, or `objective` is given.
     """
+    check_given(num_stages=num_stages, num_microbatches=num_microbatches, cuts=cuts)
+    _check_sizes(world_size, batch_size, probability)
     filler = filler_of(fill)
     mixed = bool(profile.kinds)
     if mixed or "auto" in (num_stages, num_microbatches) or objective != "simulated":
         if num_microbatches is None and num_stages != "auto" and not mixed:
             num_microbatches = _usual_microbatches(num_stages or world_size, batch_size)
+        _check_microbatches(num_microbatches, world_size, batch_size)
         space = space_of(num_stages, num_microbatches, world_size, cuts, mixed=mixed)
         space = replace(
             space,
@@ -117,6 +120,46 @@ def make_plan(
     if network is not None:
         return network.place(plan, profile, filler=filler, probability=probability)[0]
     return plan if filler is None else with_fills(plan, profile, fill=filler)
+
+
+def check_given(*, num_stages: object, num_microbatches: object, cuts: object) -> None:
+    """Refuse what a user may have written and no model could make right.
+
+    Raises:
+        PlanError: Something is no number, or none that counts.
+    """
+    for name, value in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
+        if value is not None and value != "auto" and not _is_whole(value):
+            raise PlanError(f'{name}={value!r}; give a whole number, "auto", or leave it out')
+    for own in cuts.values() if isinstance(cuts, Mapping) else (() if cuts is None else (cuts,)):
+        if isinstance(own, str) or not (isinstance(own, Sequence) and all(map(_is_whole, own))):
+            raise PlanError(
+                f"cuts={cuts!r}; give the first layer of every stage but the first, as in [3, 7], "
+                "by backbone if there are several"
+            )
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_sizes(world_size: int, batch_size: int, probability: float) -> None:
+    if world_size < 1 or batch_size < 1:
+        raise PlanError(
+            f"a plan for {world_size} ranks with {batch_size} samples each; give at least 1 of both"
+        )
+    if not 0 <= probability <= 1:
+        raise PlanError(f"probability={probability} of self-conditioning; give one in [0, 1]")
+
+
+def _check_microbatches(given: int | Auto | None, world_size: int, batch_size: int) -> None:
+    """Refuse what no pipeline of this world can have."""
+    most = world_size * batch_size
+    if isinstance(given, int) and not 1 <= given <= most:
+        raise PlanError(
+            f"num_microbatches={given}, but all {world_size} ranks together have {most} samples "
+            f"({batch_size} each); choose 1 <= num_microbatches <= {most}, or a larger batch"
+        )
 
 
 def _fixed_plan(

@@ -183,7 +183,7 @@ def _read(path: Path, graph: ModelGraph) -> Profile | None:
         fits = digest(profile.graph) == digest(graph)
     except FileNotFoundError:
         return None
-    except (DPipeError, ValueError, TypeError, AttributeError, OSError) as error:
+    except (DPipeError, OSError) as error:
         log.warning("the stored profile %s cannot be read (%s); measuring again", path, error)
         return None
     if not fits:

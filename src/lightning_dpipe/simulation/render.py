@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_dpipe.core.errors import DPipeError
 from lightning_dpipe.core.timeline import Activity, Span, Timeline
 
 if TYPE_CHECKING:
@@ -78,12 +79,20 @@ def save_png(timeline: Timeline | Sequence[Timeline], path: Path, title: str = "
 
     Args:
         timeline: What to draw, top to bottom; e.g. unfilled and filled, or predicted and measured.
-        path: The file; its folder is made.
+        path: The file, named after its format; its folder is made.
         title: Headline of the picture. A line per timeline may follow, separated by newlines: the
             name of each panel.
+
+    Raises:
+        DPipeError: Nothing can write a picture of that format.
     """
     timelines = [timeline] if isinstance(timeline, Timeline) else list(timeline)
     figure = _figure(timelines, title)
+    known = figure.canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        raise DPipeError(
+            f"{path} is not named after a kind of picture; use one of {', '.join(known)}"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160, facecolor="white")
 

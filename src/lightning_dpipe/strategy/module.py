@@ -86,6 +86,11 @@ class DiffusionModule(LightningModule):
     def prepare_spec(self) -> None:
         """Make the spec and freeze its frozen components: no gradients, eval mode for ever."""
         spec = self.pipeline_spec()
+        if not isinstance(spec, PipelineSpec):
+            raise SpecError(
+                f"pipeline_spec() of {type(self).__name__} returned a {type(spec).__name__}; "
+                "return a PipelineSpec"
+            )
         for component in spec.frozen:
             for layer in component.layers:
                 for parameter in layer.parameters():

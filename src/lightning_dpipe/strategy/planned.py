@@ -38,6 +38,7 @@ from lightning_dpipe.planning.search import (
     MEASURED_MARGIN,
     MICROBATCHES_PER_STAGE,
     Auto,
+    check_given,
     make_plan,
     space_of,
     with_fills,
@@ -77,7 +78,7 @@ class PlanOptions:
     cuts: Cuts | None = None
     budget_s: float = 60.0
     device_kinds: str = "name"
-    replans: bool = False
+    replan_every_n_steps: int | None = None
 
     def check(self, world_size: int) -> None:
         """Refuse what no model could make right; needs neither model nor messages.
@@ -87,6 +88,12 @@ class PlanOptions:
             ScheduleError: The schedule is unknown.
         """
         check_device_kinds(self.device_kinds)
+        every = self.replan_every_n_steps
+        if every is not None and (not isinstance(every, int) or every < 1):
+            raise PlanError(
+                f"replan_every_n_steps={every!r}; give a whole number of at least 1, or leave it "
+                "out"
+            )
         if self.plan is not None:
             plan = self.read_plan()
             if plan.world_size != world_size:
@@ -95,10 +102,9 @@ class PlanOptions:
                     f"again, or run on {plan.world_size}"
                 )
             return
-        for name in ("num_stages", "num_microbatches"):
-            value = getattr(self, name)
-            if isinstance(value, str) and value != "auto":
-                raise PlanError(f'{name}={value!r}; give a number, "auto", or leave it out')
+        check_given(
+            num_stages=self.num_stages, num_microbatches=self.num_microbatches, cuts=self.cuts
+        )
         if self.searches:
             self.space(world_size)
         stages = self.stages(world_size)
@@ -107,6 +113,11 @@ class PlanOptions:
         if not isinstance(microbatches, int):
             microbatches = MICROBATCHES_PER_STAGE * (stages or 1)
         build_schedule(self.schedule, num_stages=stages or 1, num_microbatches=microbatches or 1)
+
+    @property
+    def replans(self) -> bool:
+        """Whether bubbles are filled anew in mid-run."""
+        return self.replan_every_n_steps is not None
 
     @property
     def searches(self) -> bool:
@@ -213,9 +224,13 @@ def build(spec: PipelineSpec, options: PlanOptions, setting: Setting, link: Host
 
 def refit(built: Built, setting: Setting) -> Built:
     """The same cut for another run: with or without fills, for another batch size."""
-    plan = replace(built.plan, batch_size=setting.batch_size, fills=())
-    group_batch = plan.batch_size * plan.num_devices
-    plan = replace(plan, num_microbatches=min(plan.num_microbatches, group_batch))
+    group_batch = setting.batch_size * built.plan.num_devices
+    plan = replace(
+        built.plan,
+        batch_size=setting.batch_size,
+        num_microbatches=min(built.plan.num_microbatches, group_batch),
+        fills=(),
+    )
     if setting.fill and built.profile is not None:
         plan = with_fills(plan, built.profile)
     return replace(built, plan=plan)

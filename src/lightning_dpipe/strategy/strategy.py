@@ -10,7 +10,7 @@ last stage of its pipeline, so it has the loss. The back-propagation happens ins
 """
 
 import logging
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -100,15 +100,14 @@ class DiffusionPipeStrategy(RankedStrategy):
             schedule=schedule,
             plan=Path(plan) if isinstance(plan, str) else plan,
             profile=Path(profile) if isinstance(profile, str) else profile,
-            cuts=cuts if cuts is None or isinstance(cuts, Mapping) else tuple(cuts),
+            cuts=tuple(cuts) if isinstance(cuts, Sequence) else cuts,
             device_kinds=device_kinds,
-            replans=replan_every_n_steps is not None,
+            replan_every_n_steps=replan_every_n_steps,
         )
         self.logs_global = True  # losses are equal on all ranks: nothing to reduce when logging
         self.recorder: Recorder | None = None
         self.grad_norm: Tensor | None = None
         self._batch_size = batch_size
-        self._replan_every = replan_every_n_steps
         self._weights_only = weights_only
         self._installed: Installation | None = None
         self._outlooks = Outlooks()
@@ -221,7 +220,7 @@ class DiffusionPipeStrategy(RankedStrategy):
         if module.trainer.state.fn == TrainerFn.FITTING:
             built = self._installed.built
             self._installed.runner.replanner = replanner_of(
-                self._replan_every,
+                self.options.replan_every_n_steps,
                 plan=built.plan,
                 profile=built.profile,
                 link=self.link,

@@ -2,15 +2,22 @@
 
 import logging
 import os
+import shlex
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from omegaconf import OmegaConf
 
 from lightning_dpipe.cli.console import configure_console
 from lightning_dpipe.cli.parts import one_thread_per_rank
+from lightning_dpipe.cli.report import limits_text
+from lightning_dpipe.cli.summary import run_line
+from lightning_dpipe.cli.train import build_callbacks
+from lightning_dpipe.planning.explain import Limit
 
 
 @pytest.fixture(autouse=True)
@@ -57,3 +64,26 @@ def test_expected_warnings_are_left_out_and_others_are_not() -> None:
         warnings.warn("the loss is not finite", stacklevel=1)
     logging.getLogger("lightning").handlers[:] = handlers
     assert [str(w.message) for w in caught] == ["the loss is not finite"]
+
+
+@pytest.mark.parametrize("logs", [True, False])
+def test_a_run_without_a_logger_has_no_callback_that_needs_one(logs: bool) -> None:
+    names = {"rate": "LearningRateMonitor", "checkpoint": "ModelCheckpoint"}
+    callbacks = {k: {"_target_": f"lightning.pytorch.callbacks.{v}"} for k, v in names.items()}
+    made = build_callbacks(OmegaConf.create({"callbacks": callbacks | {"none": None}}), logs=logs)
+    assert [type(c) for c in made] == [LearningRateMonitor, ModelCheckpoint][not logs :]
+
+
+def test_limits_that_overlap_say_so() -> None:
+    def text(*shares: float) -> str:
+        return limits_text([Limit(kind="bubble", share=share, text="bubbles") for share in shares])
+
+    assert "overlap" in text(0.7, 0.4)
+    assert "overlap" not in text(0.7, 0.2)
+
+
+def test_the_command_that_uploads_a_run_works_in_a_folder_with_a_space() -> None:
+    folder = Path("/data/my runs/wandb/offline-run")
+    shown = run_line(folder, offline=True)
+    assert shlex.split(shown.split("upload it: ")[1].rstrip(")")) == ["wandb", "sync", str(folder)]
+    assert run_line(folder, offline=False) == str(folder)

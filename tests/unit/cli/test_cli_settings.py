@@ -33,6 +33,11 @@ def test_a_profile_is_the_strategys_where_a_model_runs() -> None:
     ("command", "overrides", "message"),
     [
         ("train", ["data.batch_size=0"], "data.batch_size=0; a batch has at least 1 sample"),
+        ("plan", ["data.batch_size=abc"], "data.batch_size=abc; a batch has at least 1 sample"),
+        ("plan", ["trainer.devices=0", "cluster=cpu_2"], "trainer.devices=0; give at least 1"),
+        ("train", ["trainer.devices=-3"], "trainer.devices=-3; give at least 1, or -1 for all"),
+        ("train", ["strategy.cuts=3"], "cuts=3; give the first layer of every stage"),
+        ("train", ["strategy.replan_every_n_steps=0"], "replan_every_n_steps=0; give a whole"),
         ("train", ["batch_size=0"], "batch_size=0; give a whole number of at least 1"),
         ("train", ["world_size=-2"], "world_size=-2; give a whole number"),
         ("train", ["trainer.max_steps=0"], "trainer.max_steps=0 trains nothing"),

@@ -114,6 +114,13 @@ def _set(data: dict[str, Any], path: str, value: Any) -> None:
         ("between.bytes_per_s", 0, "bytes_per_s of link between of cluster 'two' is 0"),
         ("between.speed", 3, "its link 'between' has no field 'speed'"),
         ("gpus", 3, "the cluster has no field 'gpus'"),
+        ("nic_bytes_per_s", float("nan"), "nic_bytes_per_s of cluster 'two' is nan"),
+        ("device.memory_efficiency", float("nan"), "memory_efficiency of device 'chip' is nan"),
+        ("device.flops_per_s", {"float32": float("inf")}, r"flops_per_s\[float32\] .* is inf"),
+        ("device.flops_per_s", 3, "device 'chip' has no flops_per_s"),
+        ("between.latency_us", "x", "latency_us of link between of cluster 'two' is 'x'"),
+        ("others", 3, "others of the cluster is 3; expected a list of devices"),
+        ("node_kinds", ["a", 0], "node_kinds of the cluster is .*; expected a list of numbers"),
         ("device", "A100", "its device is 'A100'; expected a mapping of name, flops_per_s"),
     ],
 )  # fmt: skip
@@ -132,3 +139,9 @@ def test_missing_fields_are_named() -> None:
     del data["device"]["launch_us"]
     with pytest.raises(ClusterError, match="its device lacks launch_us"):
         Cluster.from_mapping(data)
+
+
+def test_many_flows_over_the_slowest_card_are_slow_but_move() -> None:
+    data = deepcopy(DATA)
+    data["nic_bytes_per_s"] = 1
+    assert Cluster.from_mapping(data).ring(2, side_by_side=4).bytes_per_s == 1

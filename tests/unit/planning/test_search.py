@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from lightning_dpipe.core.errors import PlanError, ScheduleError
@@ -90,3 +92,25 @@ def test_a_batch_smaller_than_the_microbatches_is_refused_with_both_numbers(
 def test_an_unknown_schedule_is_refused(fill: bool) -> None:
     with pytest.raises(ScheduleError, match=r"unknown schedule 'zb'"):
         make_plan(profile(), world_size=2, batch_size=4, schedule="zb", fill=fill)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_stages": "2"}, "num_stages='2'; give a whole number"),
+        ({"num_stages": 1.5}, r"num_stages=1\.5; give a whole number"),
+        ({"num_microbatches": "all"}, "num_microbatches='all'; give a whole number"),
+        ({"num_microbatches": 9, "num_stages": "auto"}, "all 2 ranks together have 8 samples"),
+        ({"num_microbatches": 0, "num_stages": "auto"}, "choose 1 <= num_microbatches <= 8"),
+        ({"cuts": 3}, r"cuts=3; give the first layer of every stage but the first, as in \[3, 7\]"),
+        ({"cuts": "3"}, "cuts='3'; give the first layer"),
+        ({"cuts": (1.5,)}, "give the first layer"),
+        ({"cuts": {"net": 3}}, "give the first layer"),
+        ({"world_size": 0}, "a plan for 0 ranks with 4 samples each"),
+        ({"batch_size": -1}, "a plan for 2 ranks with -1 samples each"),
+        ({"probability": float("nan")}, "probability=nan of self-conditioning"),
+    ],
+)
+def test_what_is_no_number_of_anything_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        make_plan(profile(), **({"world_size": 2, "batch_size": 4} | given))

@@ -194,13 +194,9 @@ def test_a_sample_of_two_encoders_is_refused() -> None:
     doubled = (*plan.fills, _fill(1, "1B3", "text", 0, 3, 3, 4))
     with pytest.raises(PlanError, match="devices 0 and 1 both encode samples 3:4 of device 1"):
         encoders(doubled, (6, 6))
-    stranger = make_plan(
-        graph, (4,), num_microbatches=4, batch_size=6,
-        fills=(_fill(0, None, "text", 0, 3, 0, 6, owner=2),),
-    )  # fmt: skip
-    shape = StepShape(sizes=(6, 6), next_sizes=(6, 6), encoded=True)
+    stranger = _fill(0, None, "text", 0, 3, 0, 6, owner=2)
     with pytest.raises(PlanError, match=r"samples of device 2; the group has devices 0\.\.1"):
-        lower(stranger, schedule_of(stranger), graph, shape)
+        make_plan(graph, (4,), num_microbatches=4, batch_size=6, fills=(stranger,))
 
 
 def test_moved_samples_train_as_unmoved_ones_do() -> None:

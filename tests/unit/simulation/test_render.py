@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
+from lightning_dpipe.core.errors import DPipeError
 from lightning_dpipe.core.op import Op
 from lightning_dpipe.core.timeline import Activity, Span, Timeline
 from lightning_dpipe.simulation.render import ascii_chart, save_png, save_trace
@@ -173,3 +174,10 @@ def test_trace_holds_every_span_with_its_thread_and_microseconds(tmp_path: Path)
     assert names == {(p, d): f"device {d}" for p in (0, 1) for d in (0, 1)}
     processes = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
     assert [name.split(",")[0] for name in processes] == ["predicted", "measured"]
+
+
+@pytest.mark.parametrize("name", ["picture.txt", "picture"])
+def test_a_format_that_nothing_can_draw_is_refused(name: str, tmp_path: Path) -> None:
+    timeline = Timeline(num_devices=1, end_us=1, spans=(), predicted=True)
+    with pytest.raises(DPipeError, match=rf"{name} is not named after .* use one of .*png"):
+        save_png(timeline, tmp_path / name)

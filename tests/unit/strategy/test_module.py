@@ -168,6 +168,13 @@ def test_the_seed_of_seed_everything_is_the_default(monkeypatch: pytest.MonkeyPa
     assert Toy().seed == 0
 
 
+@pytest.mark.parametrize("returned", [None, {"inputs": {}}])
+def test_a_spec_that_is_none_is_refused(returned: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Toy, "pipeline_spec", lambda self: returned)
+    with pytest.raises(SpecError, match=rf"of Toy returned a {type(returned).__name__}; return a"):
+        Toy().prepare_spec()
+
+
 def test_a_module_without_a_spec_is_told_what_to_write() -> None:
     class Bare(DiffusionModule):
         def configure_model(self) -> None:
