@@ -151,8 +151,8 @@ def _check_request(model: RowModel, request: SampleRequest, options: SolverOptio
         )
     if options.one_an_image and len(options.generator) != len(request.noise):
         raise SpecError(
-            f"{len(options.generator)} generators for {len(request.noise)} images; give one an image, or "
-            "one for all"
+            f"{len(options.generator)} generators for {len(request.noise)} images; give "
+            "one an image, or one for all"
         )
 
 
