@@ -17,8 +17,8 @@ parallelism for PixArt at 1024 px on 8 L40. The paper's other six are then predi
 (b) What links cost at 4096 px, beside the paper's 4.6 % (PipeFusion; the model's figure is all the
     time a device waits) and 17.9 % (sequence parallelism; the model's for Ulysses alone and for
     the best). `cross_share` is what PCIe would give if it were fitted to the 17.9 % instead, and
-    `cross_*` the ratios that follow: PixArt at 2048 px agrees then and at 1024 px does not; no share
-    gives both in this model.
+    `cross_*` the ratios that follow: PixArt at 2048 px agrees then and at 1024 px does not; no
+    share gives both in this model.
 (c) Bytes a device sends in a step, against the paper's formulas.
 (d) 8 A100 and 8 H100 (NVLink), where sequence parallelism wins for Flux, and the bandwidth at which
     it starts to; 2 x 8 A100 and 2 x 8 L40, with sequence parallelism inside and PipeFusion between
