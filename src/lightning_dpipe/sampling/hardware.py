@@ -1,7 +1,7 @@
 """What sampling pays on a cluster: kernels, launches and transfers while all devices send.
 
 In:     a Cluster (data-sheet peaks and links) and the kind of its links. Out: microseconds.
-Beside the cluster file the model rests on two figures, neither of them fitted to what it predicts:
+Beside the cluster file the model rests on two figures, one published and one fitted:
 * `OVERLAP_SLOWDOWN`: kernels run 18.9 % longer while a transfer runs beside them (average over
   A100, H100, MI210 and MI250; arXiv 2507.03114).
 * `PCIE.share`: fitted to one published figure, PipeFusion's 1.48x over the best sequence
