@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import LCMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers import LCMScheduler, StableDiffusionPipeline
 from torch import Tensor
 
 from lightning_dpipe.core.errors import UnsupportedError
-from lightning_dpipe.models.parts import diffusers_part
 from lightning_dpipe.models.spec import Backbone, FrozenComponent, Layer, PipelineSpec
 from lightning_dpipe.models.targets import with_target
 from lightning_dpipe.models.text import clip_encoder
@@ -27,61 +26,47 @@ from lightning_dpipe.objective.consistency import Consistency
 from lightning_dpipe.objective.latents import vae_encoder
 from lightning_dpipe.sampling.simple import backbone_denoiser
 from lightning_dpipe.strategy.modules.drawing import starting_noise
-from lightning_dpipe.strategy.modules.latent import LatentConfig, LatentModule
+from lightning_dpipe.strategy.modules.stable_diffusion import UNCHECKED, StableDiffusion
 
 
-class LatentConsistency(LatentModule):
-    """A Stable Diffusion U-Net, distilled from itself.
+class LatentConsistency(StableDiffusion):
+    """A Stable Diffusion U-Net (``unet=``), distilled from itself.
 
     Args:
-        unet: Arguments of diffusers' ``UNet2DConditionModel``, for teacher and student; not read
-            with ``pretrained``.
         guidance: Scale of the teacher's guidance, which the student learns; 1 is none.
         num_solver_steps: Steps of the teacher's solver over the whole schedule.
         huber: Of the pseudo-Huber loss; see `Consistency`.
-        seed: Key of all draws; see `DiffusionModule`.
-        options: Fields of `LatentConfig`.
+        options: See `CaptionedModule`.
 
     Raises:
-        UnsupportedError: Self-conditioning, min-SNR weights, caption dropout or buckets are asked
-            for.
+        UnsupportedError: Self-conditioning, min-SNR weights or caption dropout are asked for.
     """
 
     def __init__(
         self,
         *,
-        unet: Mapping[str, Any] | None = None,
         guidance: float = 7.5,
         num_solver_steps: int = 50,
         huber: float = 1e-3,
-        seed: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(LatentConfig(**{"caption_dropout": 0.0, **options}), seed=seed)
-        config = self.config
+        super().__init__(**{"caption_dropout": 0.0, **options})
         for name, value in (
-            ("self_conditioning", config.self_conditioning),
-            ("min_snr_gamma", config.min_snr_gamma),
-            ("caption_dropout", config.caption_dropout or None),
+            ("self_conditioning", self.config.self_conditioning),
+            ("min_snr_gamma", self.config.min_snr_gamma),
+            ("caption_dropout", self.caption_dropout or None),
         ):
             if value is not None:
                 raise UnsupportedError(
                     f"{name}={value} for a consistency distillation, whose teacher and loss have "
                     "no place for it; leave it out"
                 )
-        self.unet_config = unet
         self.guidance, self.num_solver_steps, self.huber = guidance, num_solver_steps, huber
 
-    def configure_model(self) -> None:
-        """Load or build encoders and teacher; the student starts as a copy of it."""
-        if hasattr(self, "unet"):
-            return
-        self.build_encoders()
-        self.teacher = diffusers_part(
-            UNet2DConditionModel, self.unet_config, self.config.source, "unet"
-        )
-        self.unet = copy.deepcopy(self.teacher)
-        self.teacher.requires_grad_(False)
+    def build_backbone(self) -> None:
+        """The student starts as its teacher."""
+        super().build_backbone()
+        self.teacher = copy.deepcopy(self.unet).requires_grad_(False)
 
     @cached_property
     def consistency(self) -> Consistency:
@@ -132,20 +117,22 @@ class LatentConsistency(LatentModule):
         `guidance` has no effect: the student has learnt the teacher's. The weights must be whole:
         see `callbacks.whole`.
         """
-        ids = fields["input_ids"].to(self.device)
-        context = self.encode_captions(ids)
+        given = {name: fields[name].to(self.device) for name in self.condition_inputs()}
+        context = self.encode(given)["context"]
         student = Backbone(name="unet", layers=unet_layers(self.unet, sample="noisy"))
         denoise = backbone_denoiser(student)
         grid = self.consistency.grid[::-1]
         jumps = grid[
             np.linspace(0, len(grid), min(num_steps, len(grid)), endpoint=False).astype(int)
         ]
-        x = torch.zeros(len(ids), *self.latent_shape, device=self.device)
+        x = torch.zeros(len(context), *self.latent_shape, device=self.device)
         with torch.no_grad():
             for place, timestep in enumerate(jumps.tolist()):
-                t = torch.full((len(ids),), timestep, device=self.device)
+                t = torch.full((len(context),), timestep, device=self.device)
                 purpose = f"sample_{place}"
-                noise = starting_noise(self.seed, len(ids), self.latent_shape, self.device, purpose)
+                noise = starting_noise(
+                    self.seed, len(context), self.latent_shape, self.device, purpose
+                )
                 noisy = self.schedule.add_noise(x, noise, t)
                 out = denoise({"noisy": noisy, "timestep": t, "context": context})
                 x = self.consistency.end(out, noisy, t)
@@ -166,14 +153,14 @@ class LatentConsistency(LatentModule):
             return None
         parts = self.pipeline_parts(self.config.source)
         parts["scheduler"] = self.sampler()
-        return StableDiffusionPipeline(unet=self.unet, **parts)
+        return StableDiffusionPipeline(unet=self.unet, **parts, **UNCHECKED)
 
     def _teacher(self, name: str, context: str) -> FrozenComponent:
         layers = unet_layers(self.teacher, sample="noisy", context=context, out=f"{name}_out")
         return FrozenComponent(name=name, layers=layers)
 
     def _empty_caption(self) -> FrozenComponent:
-        empty = self.empty_ids
+        empty = self.empty["input_ids"]
 
         def replace(input_ids: Tensor) -> Tensor:
             return torch.tensor(empty, device=input_ids.device).expand_as(input_ids).clone()

@@ -25,6 +25,7 @@ class StableDiffusion(CaptionedModule):
 
     kind = UNet2DConditionModel
     part = "unet"
+    unet: Any
 
     def backbone(self, self_cond: str | None) -> Backbone:
         """The U-Net, cut at its layers."""

@@ -50,6 +50,7 @@ class LatentDiT(LatentModule):
     """
 
     kind = DiTTransformer2DModel
+    transformer: Any
 
     def __init__(self, *, label_dropout: float = 0.1, **options: Any) -> None:
         super().__init__(**options)
@@ -84,6 +85,7 @@ class PixArt(CaptionedModule):
 
     kind = PixArtTransformer2DModel
     texts = (TextPart(kind=TextKind.T5, context="context", masked=True),)
+    transformer: Any
 
     def backbone(self, self_cond: str | None) -> Backbone:
         """The transformer, cut at its blocks."""
@@ -132,6 +134,7 @@ class StableDiffusion3(CaptionedModule):
         ),
         TextPart(kind=TextKind.T5, place=3, context="t5"),
     )
+    transformer: Any
 
     def conditioning(self) -> tuple[FrozenComponent, ...]:
         """The encoders, then their states as one."""
@@ -170,6 +173,7 @@ class Flux(CaptionedModule):
         TextPart(kind=TextKind.CLIP, pooled="pooled"),
         TextPart(kind=TextKind.T5, place=2, context="context"),
     )
+    transformer: Any
 
     def __init__(
         self, *, guidance_scale: float = 3.5, caption_dropout: float = 0.0, **options: Any

@@ -69,9 +69,11 @@ def test_the_teachers_step_is_frozen_work_by_the_librarys_own_forward() -> None:
     values = encoded(module, fields)
     times = values["timestep"]
     with torch.no_grad():
-        empty = torch.tensor(module.empty_ids).expand_as(fields["input_ids"])
+        empty = torch.tensor(module.empty["input_ids"]).expand_as(fields["input_ids"])
         outs = [
-            module.teacher(values["noisy"], times, module.encode_captions(ids)).sample
+            module.teacher(
+                values["noisy"], times, module.text(input_ids=ids).last_hidden_state
+            ).sample
             for ids in (fields["input_ids"], empty)
         ]
         expected = module.consistency.solve(values["noisy"], times, values["earlier"], *outs)
@@ -110,7 +112,7 @@ def test_samples_are_drawn_in_jumps_as_the_lcm_scheduler_makes_them(num_steps: i
         starting_noise(3, 2, module.latent_shape, module.device, f"sample_{i}")
         for i in range(num_steps)
     ]
-    x, context = noises[0], module.encode_captions(fields["input_ids"])
+    x, context = noises[0], module.text(fields["input_ids"]).last_hidden_state
     with torch.no_grad():
         for i, t in enumerate(theirs.timesteps):
             out = module.unet(x, t, context).sample
