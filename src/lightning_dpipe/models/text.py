@@ -8,6 +8,7 @@ host, and make a sample's numbers depend on which others are in its batch.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,7 +111,7 @@ def clip_encoder(
     if check:
         key = f"{encoder_key(model)} penultimate={penultimate}"
         for what in ("context",) * (out is not None) + ("pooled",) * (pooled is not None):
-            verify_once(f"{key} {what}", lambda what=what: _clip_trial(model, penultimate, what))
+            verify_once(f"{key} {what}", partial(_clip_trial, model, penultimate, what))
     blocks = ((block, _ClipLayer(block, inner.config)) for block in inner.encoder.layers)
     layers = list(text_chain(inner.embeddings, blocks, input_ids))
     check_outside(layers, [n for n in (input_ids, out, pooled) if n is not None])
