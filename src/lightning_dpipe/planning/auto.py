@@ -162,9 +162,27 @@ def only_backbone(profile: Profile) -> str:
 
 def _nothing_fits(profile: Profile, space: Space, world_size: int, batch_size: int) -> str:
     memory = profile.memory_bytes
-    limit = "" if memory is None else f" within {memory / 2**30:.1f} GiB a device"
+    limit = ""
+    if memory is not None:
+        limit = (
+            f" within {memory / 2**30:.1f} GiB a device, where weights, gradients and optimizer "
+            f"alone take {_least_bytes(profile, world_size) / 2**30:.1f} GiB if cut evenly"
+        )
     return (
         f"no plan for {world_size} ranks with {batch_size} samples each{limit} "
         f"(num_stages={space.num_stages}, num_microbatches={space.num_microbatches}); "
         "leave more of these to the planner, use more devices or a smaller batch"
     )
+
+
+def _least_bytes(profile: Profile, world_size: int) -> int:
+    """Bytes of the fullest device, activations apart, under the evenest of cuts."""
+    trained = {c.name for c in profile.graph.backbones}
+    kept, shared = 0, 0
+    for cost in profile.costs:
+        for layer in cost.layers:
+            if cost.name in trained:
+                shared += layer.param_bytes + 3 * layer.trained_bytes
+            else:
+                kept += layer.param_bytes
+    return kept + shared // world_size

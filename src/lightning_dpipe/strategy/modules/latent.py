@@ -100,6 +100,7 @@ class LatentModule(DiffusionModule):
     part: ClassVar[str] = "transformer"
     scheduler_kind: ClassVar[type] = DDPMScheduler
     patch: ClassVar[int] = 2
+    transformer: Any  # the attribute that `part` names, if it is not another one
 
     def __init__(self, *, seed: int | None = None, **options: Any) -> None:
         super().__init__(seed=seed)
