@@ -64,7 +64,10 @@ def test_every_recipe_is_planned_without_its_data_or_a_device(
     rows = ROWS if recipe in CASCADES else ROWS | ONE_BACKBONE_ROWS
     assert {a["name"] for a in report["alternatives"]} >= rows
     assert 0 < report["useful_ratio"] <= 1
-    assert report["num_plans"] >= 1
+    if recipe in CASCADES:  # cut evenly: the search is over one backbone
+        assert report["num_plans"] is None
+    else:
+        assert report["num_plans"] >= 1
     assert [layer for stage in report["stages"] for layer in stage["layers"]]
     parts = ("weights", "frozen", "gradient", "optimizer", "activation")
     for device in report["memory"]:
