@@ -1,6 +1,6 @@
 """Do the recipes learn, not only run? Samples are judged by what knows nothing of the model.
 
-    python -m benchmarks.learning [--quick] [--json] [--only digits,captions]
+    python -m benchmarks.learning [--quick] [--json]
 
 Each run is one process on one core with the recipe's global batch; a pipeline computes the same
 numbers (`python -m benchmarks.parity`).
@@ -10,14 +10,11 @@ digits    `digits_dit` with and without self-conditioning, several seeds each. A
           asked for is the accuracy, and its own on held-out real digits says what to expect of
           perfect samples. `distance` is the Frechet distance between Gaussians fitted to the pixels
           of samples and of held-out digits; that of the training digits is given beside it.
-captions  `emoji_unet`: place of the asked picture among all 400 real ones, by pixel distance, for
-          captions that were held out. The control judges the same samples against other held-out
-          captions, so that a model which ignores captions scores like it.
 """
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -28,14 +25,12 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 from sklearn.svm import SVC
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from benchmarks.common import OUT, Report, parser, show
 from lightning_dpipe.cli.parts import build_data, build_module
 from lightning_dpipe.cli.paths import config_dir
 from lightning_dpipe.data.digits import NUM_CLASSES
 from lightning_dpipe.sampling.grid import save_grid
-from lightning_dpipe.sampling.ranks import nearest_ranks
 
 SEEDS = (1, 2, 3)
 PER_DIGIT = 30
@@ -48,15 +43,21 @@ def trained(overrides: Sequence[str], *, seed: int) -> tuple[Any, Any, DictConfi
         config = compose("config", [*overrides, f"seed={seed}"])
     L.seed_everything(seed, verbose=False)
     module, data = build_module(config), build_data(config)
+    return module, data, config, fit(module, data, max_steps=config.trainer.max_steps)
+
+
+def fit(module: Any, data: Any, *, max_steps: int) -> float:
+    """Train in this process and leave the module in eval mode; seconds."""
     trainer = L.Trainer(
-        strategy="auto", accelerator="cpu", devices=1, max_steps=config.trainer.max_steps,
-        gradient_clip_val=config.trainer.gradient_clip_val, logger=False, barebones=False,
+        strategy="auto", accelerator="cpu", devices=1, max_steps=max_steps,
+        gradient_clip_val=1.0, logger=False,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
         default_root_dir=OUT, limit_val_batches=0,
     )  # fmt: skip
     start = time.monotonic()
     trainer.fit(module, datamodule=data)
-    return module.eval(), data, config, time.monotonic() - start
+    module.eval()
+    return time.monotonic() - start
 
 
 def draw(module: Any, fields: Mapping[str, Tensor], config: DictConfig) -> Tensor:
@@ -142,57 +143,12 @@ def _pixels(images: Tensor) -> Floats:
     return levels
 
 
-def captions(report: Report, *, quick: bool) -> None:
-    """Places of held-out pictures, and those of the control."""
-    steps = 300 if quick else 1500
-    recipe = ["recipe=emoji_unet", "data.batch_size=16", f"trainer.max_steps={steps}"]
-    module, data, config, seconds = trained(recipe, seed=0)
-    data.setup()
-    asked = data.val_dataloader().dataset.fields
-    fields = default_collate(
-        [{k: v[i] for k, v in asked.items()} for i in range(len(asked["image"]))]
-    )
-    images = draw(module, fields, config)
-    real = torch.cat([asked["image"], data.train_dataloader().dataset.fields["image"]])
-    own = torch.arange(len(images))
-    ranks = nearest_ranks(images, real, own)
-    # Every other held-out caption in turn: the place of a picture that was not asked for.
-    others = [r for k in range(1, len(own)) for r in nearest_ranks(images, real, own.roll(k))]
-    report.rows += [
-        {"run": f"captions, {name}", "seed": 0, "steps": steps, "train_s": seconds,
-         "accuracy": float(np.mean([r == 1 for r in places])), "distance": float(np.median(places))}
-        for name, places in (("asked", ranks), ("control", others))
-    ]  # fmt: skip
-    report.figures |= {
-        "captions_nearest": float(np.mean([r == 1 for r in ranks])),
-        "captions_nearest_control": float(np.mean([r == 1 for r in others])),
-        "captions_median_place": float(np.median(ranks)),
-        "captions_median_place_control": float(np.median(others)),
-        "captions_pictures": float(len(real)),
-    }
-    report.figures["captions_place_ratio"] = float(np.median(others)) / float(np.median(ranks))
-    report.bar("captions_place_ratio", ">=", 2.0 if quick else 5.0)
-    save_grid(
-        OUT / "learning_captions.png",
-        {"real": asked["image"], "drawn": images},
-        data.validation_captions,
-    )
-
-
-PARTS: Mapping[str, Callable[..., None]] = {"digits": digits, "captions": captions}
-
-
 def main() -> int:
-    """Run the chosen parts."""
-    command_line = parser(__doc__)
-    command_line.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
-    options = command_line.parse_args()
+    """Run it."""
+    options = parser(__doc__).parse_args()
     torch.set_num_threads(1)
     report = Report("learning")
-    for name in options.only.split(","):
-        if name not in PARTS:
-            command_line.error(f"--only {name}: choose from {', '.join(PARTS)}")
-        PARTS[name](report, quick=options.quick)
+    digits(report, quick=options.quick)
     return report.finish(as_json=options.json)
 
 

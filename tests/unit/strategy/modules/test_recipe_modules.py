@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_dpipe.data.shapes import WORDS, ShapesDataModule
 from lightning_dpipe.models.spec import DRAW_KEY
 from lightning_dpipe.strategy.local import sample_losses
+from lightning_dpipe.strategy.modules.captions import encode_captions
 from lightning_dpipe.strategy.modules.class_conditional import ClassConditional
 from lightning_dpipe.strategy.modules.drawing import starting_noise
 from lightning_dpipe.strategy.modules.optimizer import AdamWConfig
@@ -99,7 +100,9 @@ def test_captions_are_dropped_in_training_and_never_when_drawing(probability: fl
         expected = module.text(
             input_ids=fields["input_ids"], attention_mask=fields["attention_mask"]
         ).last_hidden_state
-    assert torch.allclose(module._context(fields), 2.0 * expected, atol=1e-6)
+    assert torch.allclose(
+        encode_captions(module.spec.frozen[:2], fields, module.device), 2.0 * expected, atol=1e-6
+    )
     named = {**fields, DRAW_KEY: torch.tensor([[0, 0], [0, 1], [0, 2]])}
     layers = (*module.spec.frozen[0].layers, *module.spec.frozen[1].layers)
     for layer in layers:
