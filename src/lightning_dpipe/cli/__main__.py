@@ -60,6 +60,16 @@ COMMANDS = {
             help="one step under the plan against one process: same loss, same gradients? (--json)",
             flags=("--json",),
         ),
+        Command(
+            name="doctor",
+            help="check a data set: every fault, and what training does about it (--json, --all)",
+            flags=("--json", "--all"),
+        ),
+        Command(
+            name="circles",
+            help="write drawn circles with captions and hints: FOLDER [--num N] [--size PIXELS]",
+            plain=True,
+        ),
     )
 }
 

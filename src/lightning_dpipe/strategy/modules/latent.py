@@ -23,7 +23,7 @@ from lightning_dpipe.models.spec import Field, FrozenComponent, SelfConditioning
 from lightning_dpipe.models.text import clip_encoder
 from lightning_dpipe.models.widen import widen_input
 from lightning_dpipe.objective.dropout import caption_dropout
-from lightning_dpipe.objective.latents import vae_encoder
+from lightning_dpipe.objective.latents import vae_encoder, vae_posterior
 from lightning_dpipe.objective.noise import noise_component
 from lightning_dpipe.objective.schedule import NoiseSchedule
 from lightning_dpipe.objective.selfcond import self_conditioning
@@ -55,6 +55,8 @@ class LatentConfig:
         self_conditioning: Share of steps with a first estimate; None trains without.
         min_snr_gamma: Weigh losses by min-SNR; None weighs all alike.
         buckets: More shape classes beside the square of `image_size`: (height, width) by name.
+        precomputed: Batches hold ``moments`` (mean and log-variance, see `data.latents`) instead of
+            images, and the VAE's encoder does not run.
     """
 
     image_size: int = 512
@@ -70,6 +72,7 @@ class LatentConfig:
     min_snr_gamma: float | None = None
     optimizer: AdamWConfig = field(default_factory=AdamWConfig)
     buckets: Mapping[str, Sequence[int]] | None = None
+    precomputed: bool = False
 
     @property
     def source(self) -> Source | None:
@@ -125,8 +128,11 @@ class LatentModule(DiffusionModule):
     def inputs(self) -> dict[str, Field]:
         """The batch fields that `encoders` read."""
         size = self.config.image_size
+        name, shape = "image", (3, size, size)
+        if self.config.precomputed:
+            name, shape = "moments", _moments(self.latent_shape)
         return {
-            "image": Field(shape=(3, size, size)),
+            name: Field(shape=shape),
             "input_ids": Field(shape=(self.config.num_tokens,), dtype=torch.int64),
         }
 
@@ -140,6 +146,9 @@ class LatentModule(DiffusionModule):
         for name, sides in (self.config.buckets or {}).items():
             latent = _latent_shape(self.vae, f"buckets.{name}", sides)
             found[name] = {field: (count, *sides) for field, count in pixels.items()}
+            if self.config.precomputed:
+                del found[name]["image"]
+                found[name]["moments"] = _moments(latent)
             if self.config.self_conditioning is not None:
                 found[name]["estimate"] = latent
         return found
@@ -147,12 +156,13 @@ class LatentModule(DiffusionModule):
     def encoders(self) -> tuple[FrozenComponent, ...]:
         """Frozen work up to noisy, timestep, target, weight and context."""
         config = self.config
+        encoded = vae_posterior if config.precomputed else vae_encoder
         return (
             caption_dropout(
                 config.caption_dropout, seed=self.seed, empty={"input_ids": self.empty_ids}
             ),
             clip_encoder(self.text, input_ids="caption_input_ids"),
-            vae_encoder(self.vae, seed=self.seed),
+            encoded(self.vae, seed=self.seed),
             noise_component(self.schedule, seed=self.seed, min_snr_gamma=config.min_snr_gamma),
         )
 
@@ -216,6 +226,14 @@ class LatentModule(DiffusionModule):
         encoded: Tensor = self.text(input_ids=ids).last_hidden_state
         return encoded
 
+    def real_images(self, fields: Mapping[str, Tensor]) -> Tensor:
+        """The images of a batch, or what the VAE makes of their means."""
+        if not self.config.precomputed:
+            return fields["image"]
+        vae: Any = self.vae.config
+        mean = fields["moments"].to(self.device).chunk(2, dim=1)[0]
+        return self.decode((mean - (vae.shift_factor or 0.0)) * vae.scaling_factor).cpu()
+
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Images ``[batch, 3, size, size]`` of scaled latents, clamped to ``[-1, 1]``."""
@@ -223,6 +241,12 @@ class LatentModule(DiffusionModule):
         latents = latents / config.scaling_factor + (config.shift_factor or 0.0)
         images: Tensor = self.vae.decode(latents, return_dict=False)[0]
         return images.clamp(-1.0, 1.0)
+
+
+def _moments(latent: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Shape of mean and log-variance of one latent."""
+    channels, height, width = latent
+    return (2 * channels, height, width)
 
 
 def _latent_shape(vae: AutoencoderKL, name: str, sides: Sequence[int]) -> tuple[int, int, int]:
