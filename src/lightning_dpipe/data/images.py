@@ -26,6 +26,7 @@ from lightning_dpipe.data.samples import Stored
 _SIXTEEN_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
 _EIGHT_BIT_MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "CMYK", "YCbCr")
 _EXIF_ORIENTATION = 0x0112
+_TIFF_WIDTH, _TIFF_HEIGHT = 0x0100, 0x0101
 _TURNED = (5, 6, 7, 8)
 _COLOUR_SIDE = 16
 
@@ -67,7 +68,7 @@ def probe_image(source: Stored, *, decode: bool) -> Probe:
         FaultError: As `decode_image`; a header alone does not show that a file is cut short.
     """
     with _opened(source) as opened:
-        width, height = opened.size
+        width, height = _stored_size(opened)
         orientation = _orientation(opened)
         if orientation in _TURNED:
             width, height = height, width
@@ -83,10 +84,11 @@ def _opened(source: Stored) -> Iterator[Image.Image]:
     try:
         with source.open("rb") as file, Image.open(file) as opened:
             yield opened
-    except (OSError, EOFError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        if isinstance(error, FaultError):
-            raise
-        # Pillow reports some broken PNGs as SyntaxError, some broken TIFFs as ValueError.
+    except FaultError:
+        raise
+    except Exception as error:
+        # On damaged bytes Pillow raises whatever its arithmetic runs into: OSError, SyntaxError,
+        # ValueError, TypeError, KeyError, struct.error. Without a name the file is never found.
         raise _fault(source, error) from error
 
 
@@ -129,6 +131,14 @@ def _check_range(source: Stored, opened: Image.Image) -> None:
 def _is_deep(opened: Image.Image) -> bool:
     """16 bits of grey; older versions of Pillow open such a PNG as 32-bit integers."""
     return opened.mode in _SIXTEEN_BIT_MODES or (opened.mode == "I" and opened.format == "PNG")
+
+
+def _stored_size(opened: Image.Image) -> tuple[int, int]:
+    """Width and height before the EXIF rotation; of a TIFF Pillow tells those after it."""
+    if opened.format == "TIFF":
+        tags = opened.tag_v2  # type: ignore[attr-defined]
+        return tags[_TIFF_WIDTH], tags[_TIFF_HEIGHT]
+    return opened.size
 
 
 def _orientation(opened: Image.Image) -> int | None:

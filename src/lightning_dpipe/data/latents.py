@@ -26,6 +26,8 @@ from lightning_dpipe.data.samples import Stored
 
 LATENTS = frozenset((".npy", ".safetensors"))
 _MOST_HEADER_BYTES = 1 << 20
+_READING = (OSError, EOFError, KeyError, TypeError, ValueError, SafetensorError)
+"""What reading other bytes than expected raises."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,7 @@ class LatentReader:
         """
         try:
             moments = _load(source)
-        except (OSError, ValueError, SafetensorError) as error:
+        except _READING as error:
             if isinstance(error, FaultError):
                 raise
             raise FaultError(Kind.DAMAGED, f"{source} cannot be read: {error}") from error
@@ -76,7 +78,7 @@ class LatentReader:
         try:
             with source.open("rb") as file:
                 shape = _header(source, file)
-        except (OSError, ValueError) as error:
+        except _READING as error:
             if isinstance(error, FaultError):
                 raise
             kind = Kind.ABSENT if isinstance(error, FileNotFoundError) else Kind.DAMAGED
