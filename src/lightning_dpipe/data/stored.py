@@ -284,7 +284,7 @@ class StoredDataModule(L.LightningDataModule, ABC):
                 outcome = DataError(str(error))
         outcome = trainer.strategy.broadcast(outcome)
         if isinstance(outcome, DataError):
-            raise outcome
+            raise outcome if trainer.is_global_zero else DataError(f"rank 0: {outcome}")
         return outcome
 
     def _dataset(self, inventory: Inventory, training: bool) -> "StoredDataset":
