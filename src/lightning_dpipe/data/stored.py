@@ -234,12 +234,15 @@ class StoredDataModule(L.LightningDataModule, ABC):
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """Shuffled, batches of one shape class; Lightning puts in the distributed sampler."""
         images, workers = self.dataset(0), self.options.num_workers
+        # Lightning stops shuffling for this flag, but not inside a batch sampler.
+        overfit = self.trainer is not None and self.trainer.overfit_batches > 0
         sampler = BucketBatchSampler(
             images.buckets,
             self.batch_size,
             drop_last=self.options.drop_last,
+            shuffle=not overfit,
             seed=seed(),
-            with_epoch=True,
+            with_epoch=not overfit,
         )
         return DataLoader(
             images, batch_sampler=sampler, num_workers=workers, persistent_workers=workers > 0

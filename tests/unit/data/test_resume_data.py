@@ -4,6 +4,7 @@ Checkpoints lie after the last batch of an epoch. Within an epoch Lightning cont
 if that can save its state.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -39,27 +40,31 @@ class Reader(L.LightningModule):
         }
 
 
-def fit(folder: Path, epochs: int, name: str, ckpt: Path | None) -> Reader:
+def images(folder: Path) -> None:
+    for i in range(NUM_IMAGES):
+        path = folder / "set" / "ab"[i % 2] / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 4), (10 * i, 10 * i, 10 * i)).save(path)
+
+
+def fit(folder: Path, epochs: int, name: str, ckpt: Path | None, **flags: Any) -> Reader:
     data = ClassFoldersDataModule(
         path=folder / "set", size=4, num_workers=0, num_validation=1, batch_size=1
     )
     trainer = L.Trainer(
         accelerator="cpu", devices=1, max_epochs=epochs, accumulate_grad_batches=4, logger=False,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-        default_root_dir=folder, limit_val_batches=0,
+        default_root_dir=folder, limit_val_batches=0, **flags,
     )  # fmt: skip
     module = Reader()
     trainer.fit(module, data, ckpt_path=ckpt)
     trainer.save_checkpoint(folder / f"{name}.ckpt")
-    assert trainer.global_step == epochs * 2
+    assert trainer.global_step == epochs * math.ceil(trainer.num_training_batches / 4)
     return module
 
 
 def test_resumed_twice_under_accumulation_is_the_run_in_one_piece(tmp_path: Path) -> None:
-    for i in range(NUM_IMAGES):
-        path = tmp_path / "set" / "ab"[i % 2] / f"{i}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (4, 4), (10 * i, 10 * i, 10 * i)).save(path)
+    images(tmp_path)
     whole = fit(tmp_path, 5, "whole", None)
     pieces, ckpt = [], None
     for epochs in (1, 2, 5):
@@ -72,3 +77,9 @@ def test_resumed_twice_under_accumulation_is_the_run_in_one_piece(tmp_path: Path
     assert len(set(orders)) == 5
     assert len({tuple(sorted(order)) for order in orders}) == 1
     assert torch.equal(pieces[-1].weight, whole.weight)
+
+
+def test_overfit_batches_takes_the_same_batches_every_epoch(tmp_path: Path) -> None:
+    images(tmp_path)
+    read = fit(tmp_path, 3, "overfit", None, overfit_batches=3).read
+    assert read == [[2], [4], [6]] * 3  # class a, without the one that is held out
