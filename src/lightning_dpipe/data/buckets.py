@@ -112,6 +112,8 @@ class BucketBatchSampler(BatchSampler):
         index = {name: k for k, name in enumerate(names)}
         of_sample = np.array([index[b] for b in buckets])
         self._members = {name: np.flatnonzero(of_sample == k) for name, k in index.items()}
+        self._resumed: tuple[int, int] | None = None
+        self._shift = 0
         self._told = False
         self._with_epoch = with_epoch
         if not len(self):
@@ -142,6 +144,18 @@ class BucketBatchSampler(BatchSampler):
         if callable(getattr(sampler, "set_epoch", None)):
             sampler.set_epoch(epoch)
 
+    def upcoming(self) -> tuple[int, int]:
+        """Epoch whose order the next iteration takes, and batches that it leaves out of it."""
+        return (self.epoch + self._shift, 0) if self._resumed is None else self._resumed
+
+    def resume(self, epoch: int, num_batches: int) -> None:
+        """Continue after `num_batches` of `epoch`, and count later epochs from there.
+
+        Lightning counts an epoch that ended early as a whole one; its number alone would leave the
+        rest of it out.
+        """
+        self._resumed = (epoch, num_batches)
+
     def tally(self) -> tuple[BucketTally, ...]:
         """What becomes of each class's samples in one epoch."""
         return tally_buckets(
@@ -157,21 +171,25 @@ class BucketBatchSampler(BatchSampler):
     def __iter__(self) -> Iterator[list[int]]:
         self._tell()
         whole = self.batch_size * self.num_replicas
-        first = self.epoch * len(self.buckets) if self._with_epoch else 0
+        epoch, skipped = self.upcoming()
+        self._shift, self._resumed = epoch - self.epoch, None
+        first = epoch * len(self.buckets) if self._with_epoch else 0
         batches: list[npt.NDArray[np.int64]] = []
         for place, (tally, members) in enumerate(
             zip(self.tally(), self._members.values(), strict=True)
         ):
-            order = self._shuffled(members, place)
+            order = self._shuffled(members, place, epoch)
             order = np.resize(order, len(order) - tally.num_dropped + tally.num_repeated)
             batches += [order[at : at + whole] for at in range(0, len(order), whole)]
-        for at in self._shuffled(np.arange(len(batches)), len(self._members)):
+        for at in self._shuffled(np.arange(len(batches)), len(self._members), epoch)[skipped:]:
             yield (batches[at][self.rank :: self.num_replicas] + first).tolist()
 
-    def _shuffled(self, items: npt.NDArray[np.int64], place: int) -> npt.NDArray[np.int64]:
+    def _shuffled(
+        self, items: npt.NDArray[np.int64], place: int, epoch: int
+    ) -> npt.NDArray[np.int64]:
         if not self.shuffle:
             return items
-        key = np.random.SeedSequence([self.seed, self.epoch, place])
+        key = np.random.SeedSequence([self.seed, epoch, place])
         return np.random.Generator(np.random.Philox(key)).permutation(items)
 
     def _tell(self) -> None:

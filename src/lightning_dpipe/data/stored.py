@@ -31,6 +31,7 @@ from lightning_dpipe.data.inventory import (
     left_out,
     take_inventory,
 )
+from lightning_dpipe.data.resumable import ResumableLoader
 from lightning_dpipe.data.samples import Listing, Sample, Stored
 
 log = logging.getLogger(__name__)
@@ -244,7 +245,7 @@ class StoredDataModule(L.LightningDataModule, ABC):
             seed=seed(),
             with_epoch=not overfit,
         )
-        return DataLoader(
+        return ResumableLoader(
             images, batch_sampler=sampler, num_workers=workers, persistent_workers=workers > 0
         )
 
