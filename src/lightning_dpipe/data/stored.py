@@ -236,7 +236,8 @@ class StoredDataModule(L.LightningDataModule, ABC):
         """Shuffled, batches of one shape class; Lightning puts in the distributed sampler."""
         images, workers = self.dataset(0), self.options.num_workers
         # Lightning stops shuffling for this flag, but not inside a batch sampler.
-        overfit = self.trainer is not None and self.trainer.overfit_batches > 0
+        trainer: Any = self.trainer
+        overfit = trainer is not None and trainer.overfit_batches > 0
         sampler = BucketBatchSampler(
             images.buckets,
             self.batch_size,
