@@ -5,7 +5,7 @@ Out:    batch fields of that sample. Of several captions one is drawn, keyed by 
         sample): whichever rank or loader process reads the sample, it is the same one.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -29,23 +29,23 @@ class Conditions(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CaptionTokens:
-    """Tokens of all captions, int64 ``[captions, num_tokens]``.
+    """Tokens of all captions by batch field, int64 ``[captions, num_tokens]`` each.
 
     Sample i has the captions ``[starts[i], starts[i + 1])``. With `seed` None the first one counts.
     """
 
-    tokens: Tensor
+    tokens: Mapping[str, Tensor]
     starts: tuple[int, ...]
     seed: int | None = None
 
     def fields(self, index: int, epoch: int) -> dict[str, Tensor]:
-        """``input_ids`` of the caption that is drawn."""
+        """Tokens of the caption that is drawn."""
         first, end = self.starts[index], self.starts[index + 1]
         at = first
         if self.seed is not None and end - first > 1:
             key = torch.tensor([[epoch, index]])
             at += int(integers(self.seed, "caption", key, end - first))
-        return {"input_ids": self.tokens[at]}
+        return {name: ids[at] for name, ids in self.tokens.items()}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,7 +75,7 @@ def caption_tokens(
         )
     texts = [caption for sample in samples for caption in sample.captions]
     return CaptionTokens(
-        tokens=clip_tokens(Source(path=tokenizer), texts, num_tokens),
+        tokens={"input_ids": clip_tokens(Source(path=tokenizer), texts, num_tokens)},
         starts=tuple(accumulate((len(s.captions) for s in samples), initial=0)),
         seed=seed,
     )
