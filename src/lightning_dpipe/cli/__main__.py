@@ -66,6 +66,16 @@ COMMANDS = {
             help="copy a recipe out, to change it: RECIPE [recipe/FILE.yaml] [--force]",
             plain=True,
         ),
+        Command(
+            name="doctor",
+            help="check a data set: every fault, and what training does about it (--json, --all)",
+            flags=("--json", "--all"),
+        ),
+        Command(
+            name="circles",
+            help="write drawn circles with captions and hints: FOLDER [--num N] [--size PIXELS]",
+            plain=True,
+        ),
     )
 }
 

@@ -6,6 +6,7 @@ In: a composed config and the command it is for. Out: the config with ``batch_si
 
 from omegaconf import DictConfig
 
+from lightning_dpipe.cli.leftovers import drop_leftovers
 from lightning_dpipe.core.errors import DPipeError
 
 PLANS_ELSEWHERE = ("plan", "profile")
@@ -32,6 +33,7 @@ def settle(config: DictConfig, command: str) -> None:
         if "profile" not in config.strategy:
             raise DPipeError("profile= needs strategy=diffusionpipe; leave it out")
         config.strategy.profile = config.profile
+    drop_leftovers(config)
     _check_numbers(config)
     if config.batch_size is not None and "batch_size" in config.data:
         config.data.batch_size = config.batch_size

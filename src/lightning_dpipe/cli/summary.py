@@ -20,6 +20,7 @@ from lightning_dpipe.strategy.callbacks.ledger import Ledger
 from lightning_dpipe.strategy.callbacks.plan_artifact import PlanArtifact
 from lightning_dpipe.strategy.callbacks.samples import Drawn, SampleGrid
 from lightning_dpipe.strategy.callbacks.unfilled import UnfilledProbe
+from lightning_dpipe.strategy.loaders import loader_batch_size
 from lightning_dpipe.strategy.strategy import DiffusionPipeStrategy
 
 NUM_WARMUP_STEPS = 3
@@ -161,7 +162,7 @@ def _batch_size(trainer: Any) -> int | None:
     if _is_pipeline(trainer):
         size: int = trainer.strategy.plan.batch_size
         return size
-    return getattr(trainer.train_dataloader, "batch_size", None)
+    return loader_batch_size([trainer.train_dataloader])
 
 
 def _is_pipeline(trainer: Any) -> bool:

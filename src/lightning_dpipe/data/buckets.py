@@ -12,20 +12,17 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 
 from lightning_dpipe.core.errors import DataError
+from lightning_dpipe.data.images import probe_image
+from lightning_dpipe.data.samples import Stored
 
 log = logging.getLogger(__name__)
-
-_EXIF_ORIENTATION = 0x0112
-_TURNED = (5, 6, 7, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +40,29 @@ class BucketTally:
     num_repeated: int
 
 
+def tally_buckets(
+    counts: Mapping[str, int], *, batch_size: int, num_replicas: int, drop_last: bool
+) -> tuple[BucketTally, ...]:
+    """What an epoch makes of each class' samples; `counts` are samples by class.
+
+    `batch_size` is per rank; a global batch has ``batch_size * num_replicas`` samples.
+    """
+    whole = batch_size * num_replicas
+    found = []
+    for name, count in counts.items():
+        used = count // whole * whole if drop_last else -(-count // num_replicas) * num_replicas
+        found.append(
+            BucketTally(
+                name=name,
+                num_samples=count,
+                num_batches=-(-used // whole),
+                num_dropped=max(0, count - used),
+                num_repeated=max(0, used - count),
+            )
+        )
+    return tuple(found)
+
+
 class BucketBatchSampler(BatchSampler):
     """Batch sampler for a ``DataLoader`` whose samples have several shapes.
 
@@ -56,6 +76,8 @@ class BucketBatchSampler(BatchSampler):
         drop_last: Drop what does not fill a global batch of its class.
         shuffle: New order of samples and batches every epoch; False: by class, in order.
         seed: Of the shuffling.
+        with_epoch: Yield ``epoch * len(buckets) + index``, for a dataset whose samples differ from
+            epoch to epoch: it gets the number by `divmod`, in whatever process it is.
 
     Raises:
         DataError: There are no samples, or no full batch of any class with `drop_last`.
@@ -70,6 +92,7 @@ class BucketBatchSampler(BatchSampler):
         drop_last: bool = False,
         shuffle: bool = True,
         seed: int = 0,
+        with_epoch: bool = False,
     ) -> None:
         if isinstance(buckets, Sampler):
             raise DataError(
@@ -89,7 +112,10 @@ class BucketBatchSampler(BatchSampler):
         index = {name: k for k, name in enumerate(names)}
         of_sample = np.array([index[b] for b in buckets])
         self._members = {name: np.flatnonzero(of_sample == k) for name, k in index.items()}
+        self._resumed: tuple[int, int] | None = None
+        self._shift = 0
         self._told = False
+        self._with_epoch = with_epoch
         if not len(self):
             raise DataError(
                 f"no class has the {batch_size * self.num_replicas} samples of one global batch "
@@ -118,23 +144,26 @@ class BucketBatchSampler(BatchSampler):
         if callable(getattr(sampler, "set_epoch", None)):
             sampler.set_epoch(epoch)
 
+    def upcoming(self) -> tuple[int, int]:
+        """Epoch whose order the next iteration takes, and batches that it leaves out of it."""
+        return (self.epoch + self._shift, 0) if self._resumed is None else self._resumed
+
+    def resume(self, epoch: int, num_batches: int) -> None:
+        """Continue after `num_batches` of `epoch`, and count later epochs from there.
+
+        Lightning counts an epoch that ended early as a whole one; its number alone would leave the
+        rest of it out.
+        """
+        self._resumed = (epoch, num_batches)
+
     def tally(self) -> tuple[BucketTally, ...]:
         """What becomes of each class's samples in one epoch."""
-        found = []
-        whole = self.batch_size * self.num_replicas
-        for name, members in self._members.items():
-            count = len(members)
-            used = count // whole * whole if self.drop_last else self._padded(count)
-            found.append(
-                BucketTally(
-                    name=name,
-                    num_samples=count,
-                    num_batches=-(-used // whole),
-                    num_dropped=max(0, count - used),
-                    num_repeated=max(0, used - count),
-                )
-            )
-        return tuple(found)
+        return tally_buckets(
+            {name: len(members) for name, members in self._members.items()},
+            batch_size=self.batch_size,
+            num_replicas=self.num_replicas,
+            drop_last=self.drop_last,
+        )
 
     def __len__(self) -> int:
         return sum(t.num_batches for t in self.tally())
@@ -142,23 +171,25 @@ class BucketBatchSampler(BatchSampler):
     def __iter__(self) -> Iterator[list[int]]:
         self._tell()
         whole = self.batch_size * self.num_replicas
+        epoch, skipped = self.upcoming()
+        self._shift, self._resumed = epoch - self.epoch, None
+        first = epoch * len(self.buckets) if self._with_epoch else 0
         batches: list[npt.NDArray[np.int64]] = []
         for place, (tally, members) in enumerate(
             zip(self.tally(), self._members.values(), strict=True)
         ):
-            order = self._shuffled(members, place)
+            order = self._shuffled(members, place, epoch)
             order = np.resize(order, len(order) - tally.num_dropped + tally.num_repeated)
             batches += [order[at : at + whole] for at in range(0, len(order), whole)]
-        for at in self._shuffled(np.arange(len(batches)), len(self._members)):
-            yield batches[at][self.rank :: self.num_replicas].tolist()
+        for at in self._shuffled(np.arange(len(batches)), len(self._members), epoch)[skipped:]:
+            yield (batches[at][self.rank :: self.num_replicas] + first).tolist()
 
-    def _padded(self, count: int) -> int:
-        return -(-count // self.num_replicas) * self.num_replicas
-
-    def _shuffled(self, items: npt.NDArray[np.int64], place: int) -> npt.NDArray[np.int64]:
+    def _shuffled(
+        self, items: npt.NDArray[np.int64], place: int, epoch: int
+    ) -> npt.NDArray[np.int64]:
         if not self.shuffle:
             return items
-        key = np.random.SeedSequence([self.seed, self.epoch, place])
+        key = np.random.SeedSequence([self.seed, epoch, place])
         return np.random.Generator(np.random.Philox(key)).permutation(items)
 
     def _tell(self) -> None:
@@ -191,16 +222,11 @@ def nearest_bucket(height: int, width: int, sides: Mapping[str, tuple[int, int]]
     return min(sides, key=lambda name: abs(math.log(sides[name][1] / sides[name][0]) - aspect))
 
 
-def image_bucket(path: Path, sides: Mapping[str, tuple[int, int]]) -> str:
+def image_bucket(path: Stored, sides: Mapping[str, tuple[int, int]]) -> str:
     """Class of an image file, as it is after its EXIF rotation; only the header is read.
 
     Raises:
         DataError: The file cannot be opened.
     """
-    try:
-        with Image.open(path) as opened:
-            width, height = opened.size
-            turned = opened.getexif().get(_EXIF_ORIENTATION) in _TURNED
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(f"{path} cannot be decoded: {error}") from error
-    return nearest_bucket(width, height, sides) if turned else nearest_bucket(height, width, sides)
+    found = probe_image(path, decode=False)
+    return nearest_bucket(found.height, found.width, sides)

@@ -111,8 +111,7 @@ class _Circles(Dataset[dict[str, Tensor]]):
         lengths: Sequence[int],
         source: Source | None,
     ) -> None:
-        draw = np.random.default_rng((seed, split))
-        self.circles = [_circle(draw) for _ in range(count)]
+        self.circles = drawn_circles(seed, split, count)
         self._size = size
         captions = [circle.caption for circle in self.circles]
         if source is None:
@@ -141,6 +140,12 @@ def draw_circle(circle: Circle, size: int) -> tuple[Tensor, Tensor]:
     ]
     image = torch.lerp(colours[1], colours[0], inside.expand(3, -1, -1))
     return image * 2 - 1, outline.expand(3, -1, -1).contiguous()
+
+
+def drawn_circles(seed: int, split: int, count: int) -> list[Circle]:
+    """The first `count` circles of a seed's split (`TRAIN` or `VALIDATION`)."""
+    draw = np.random.default_rng((seed, split))
+    return [_circle(draw) for _ in range(count)]
 
 
 def _circle(draw: np.random.Generator) -> Circle:

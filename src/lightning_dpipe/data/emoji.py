@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_dpipe.data.captions import CaptionedImage, read_captions
+from lightning_dpipe.data.captions import read_captions
 from lightning_dpipe.data.fields import FieldDataset
 from lightning_dpipe.data.images import decode_image
 from lightning_dpipe.data.minilm import tokenize
+from lightning_dpipe.data.samples import Sample
 
 EMOJI_FOLDER = Path(__file__).parent / "emoji"
 
@@ -56,12 +57,12 @@ class EmojiDataModule(L.LightningDataModule):
         self._validation: FieldDataset | None = None
 
     @property
-    def train_images(self) -> tuple[CaptionedImage, ...]:
+    def train_images(self) -> tuple[Sample, ...]:
         """The training files and captions, in file order."""
         return read_captions(self.folder / "train")
 
     @property
-    def validation_images(self) -> tuple[CaptionedImage, ...]:
+    def validation_images(self) -> tuple[Sample, ...]:
         """The held-out files and captions, in file order."""
         return read_captions(self.folder / "validation")
 
@@ -98,7 +99,7 @@ class EmojiDataModule(L.LightningDataModule):
             self._validation, batch_size=self.batch_size, num_workers=self.num_workers
         )
 
-    def _load(self, images: tuple[CaptionedImage, ...], *, repeat: int) -> FieldDataset:
+    def _load(self, images: tuple[Sample, ...], *, repeat: int) -> FieldDataset:
         tokens = tokenize([image.caption for image in images], max_tokens=self.max_tokens)
         pixels = torch.stack([decode_image(image.path, self.size) for image in images])
         return FieldDataset({"image": pixels, **tokens}, repeat=repeat)

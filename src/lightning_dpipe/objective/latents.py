@@ -63,6 +63,22 @@ def vae_encoder(
             normalises channel by channel (``latents_mean``, ``latents_std``).
         SpecError: The comparison failed, or a given name is one the layers use themselves.
     """
+    layers = vae_encoder_layers(vae, image=image, check=check)
+    return FrozenComponent(name=name, layers=(*layers, _draw_layer(vae, seed, latents)))
+
+
+def vae_posterior(
+    vae: AutoencoderKL, *, seed: int, latents: str = "latents", name: str = "vae"
+) -> FrozenComponent:
+    """The draw alone, of ``moments`` that are in the batch; arguments as `vae_encoder`.
+
+    Raises:
+        UnsupportedError: As `vae_encoder`.
+    """
+    return FrozenComponent(name=name, layers=(_draw_layer(vae, seed, latents),))
+
+
+def _draw_layer(vae: AutoencoderKL, seed: int, latents: str) -> Layer:
     config = vae.config
     if config.latents_mean is not None or config.latents_std is not None:
         raise UnsupportedError(
@@ -74,6 +90,4 @@ def vae_encoder(
         scaling_factor=config.scaling_factor,
         shift_factor=config.shift_factor or 0.0,
     )
-    layers = vae_encoder_layers(vae, image=image, check=check)
-    sample = Layer(name="sample", module=draw, reads=("moments", DRAW_KEY), writes=(latents,))
-    return FrozenComponent(name=name, layers=(*layers, sample))
+    return Layer(name="sample", module=draw, reads=("moments", DRAW_KEY), writes=(latents,))

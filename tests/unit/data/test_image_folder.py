@@ -69,19 +69,36 @@ def test_too_few_images_to_hold_out_are_refused(tmp_path: Path, pipeline: Path) 
         build(images(tmp_path / "set", "ab"), pipeline, num_validation=2)
 
 
-def test_a_broken_image_stops_or_the_next_stands_in(
+def test_a_broken_image_stops_or_is_left_out_before_training(
+    tmp_path: Path, pipeline: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = images(tmp_path / "set", "aabb")
+    (folder / "1.png").write_bytes(b"<html>")
+    with pytest.raises(DataError, match=r"1.png cannot be decoded: its content is a web page"):
+        build(folder, pipeline, num_validation=1)
+    with caplog.at_level(logging.WARNING):
+        data = build(folder, pipeline, num_validation=1, broken_images="skip")
+    (batch,) = list(data.train_dataloader())
+    assert batch["input_ids"][:, 1].tolist() == [6, 6]
+    assert [r.getMessage() for r in caplog.records if "not an image: 1" in r.getMessage()] != []
+
+
+def test_what_only_decoding_shows_is_found_before_training_or_the_next_stands_in(
     tmp_path: Path, pipeline: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = images(tmp_path / "set", "aab")
-    (folder / "1.png").write_bytes(b"<html>")
+    Image.effect_noise((64, 64), 80).convert("RGB").save(folder / "1.png")
+    (folder / "1.png").write_bytes((folder / "1.png").read_bytes()[:2000])
     with pytest.raises(DataError, match=r"1.png cannot be decoded"):
+        build(folder, pipeline, num_validation=1, check="decode")
+    with pytest.raises(DataError, match=r"1.png cannot be decoded"):  # its header is fine
         list(build(folder, pipeline, num_validation=1).train_dataloader())
-    data = build(folder, pipeline, num_validation=1, broken_images="skip")
+    assert len(build(folder, pipeline, num_validation=1, broken_images="skip").dataset(0)) == 1
+    data = build(folder, pipeline, num_validation=1, broken_images="skip", check="header")
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             (batch,) = list(data.train_dataloader())
             assert batch["input_ids"][:, 1].tolist() == [6, 6]
-    assert [r.getMessage() for r in caplog.records if "stands in" in r.getMessage()] != []
     assert len([r for r in caplog.records if "1.png" in r.getMessage()]) == 1
 
 
@@ -89,7 +106,9 @@ def test_a_folder_without_one_good_image_says_so(tmp_path: Path, pipeline: Path)
     folder = images(tmp_path / "set", "ab")
     for name in ("0.png", "1.png"):
         (folder / name).write_bytes(b"")
-    data = build(folder, pipeline, num_validation=1, broken_images="skip")
+    with pytest.raises(DataError, match="names no usable sample"):
+        build(folder, pipeline, num_validation=1, broken_images="skip")
+    data = build(folder, pipeline, num_validation=1, broken_images="skip", check="none")
     with pytest.raises(DataError, match="none of 1 images can be decoded"):
         list(data.train_dataloader())
 
@@ -104,8 +123,8 @@ def test_images_go_to_the_class_of_their_aspect_ratio(tmp_path: Path, pipeline: 
         folder, pipeline, num_validation=1, broken_images="skip", buckets=buckets, batch_size=1
     )
     shapes = [tuple(b["image"].shape[2:]) for b in data.train_dataloader()]
-    # File 0 is held out; the broken one counts as a square, and the next image stands in.
-    assert sorted(shapes) == sorted([(8, 4), (4, 6), (4, 4), (4, 6), (8, 4), (4, 6)])
+    # File 0 is held out, 3 is broken.
+    assert sorted(shapes) == sorted([(8, 4), (4, 6), (4, 6), (8, 4), (4, 6)])
     assert {tuple(b["image"].shape[2:]) for b in data.val_dataloader()} == {(4, 4)}
     with pytest.raises(DataError, match="cannot be decoded"):
         build(folder, pipeline, num_validation=1, buckets=buckets)

@@ -100,6 +100,8 @@ class SampleGrid(Callback):
         asked = datamodule.val_dataloader().dataset
         shown = list(range(min(self.num_samples, len(asked))))
         fields = default_collate([asked[i] for i in shown])
+        if "image" not in fields and hasattr(module, "real_images"):
+            fields["image"] = module.real_images(fields)
         images = module.draw_samples(fields, num_steps=self.num_steps, guidance=self.guidance)
         captions = _captions(datamodule, fields)
         save_grid(self.path, {"real": fields["image"], "drawn": images}, captions)

@@ -29,7 +29,7 @@ from lightning_dpipe.models.spec import (
     SelfConditioning,
 )
 from lightning_dpipe.models.widen import widen_input
-from lightning_dpipe.objective.latents import vae_encoder
+from lightning_dpipe.objective.latents import vae_encoder, vae_posterior
 from lightning_dpipe.objective.losses import weighted_mse
 from lightning_dpipe.objective.noise import TimestepDensity, noise_component
 from lightning_dpipe.objective.resolution import ResolutionShift
@@ -62,6 +62,8 @@ class LatentConfig:
         self_conditioning: Share of steps with a first estimate; None trains without.
         min_snr_gamma: Weigh losses by min-SNR; None weighs all alike.
         buckets: More shape classes beside the square of `image_size`: (height, width) by name.
+        precomputed: Batches hold ``moments`` (mean and log-variance, see `data.latents`) instead of
+            images, and the VAE's encoder does not run.
     """
 
     image_size: int = 512
@@ -75,6 +77,7 @@ class LatentConfig:
     min_snr_gamma: float | None = None
     optimizer: AdamWConfig = field(default_factory=AdamWConfig)
     buckets: Mapping[str, Sequence[int]] | None = None
+    precomputed: bool = False
 
     @property
     def source(self) -> Source | None:
@@ -180,7 +183,10 @@ class LatentModule(DiffusionModule):
     def inputs(self) -> dict[str, Field]:
         """The batch fields that `encoders` read."""
         size = self.config.image_size
-        return {"image": Field(shape=(3, size, size)), **self.condition_inputs()}
+        name, shape = "image", (3, size, size)
+        if self.config.precomputed:
+            name, shape = "moments", _moments(self.latent_shape)
+        return {name: Field(shape=shape), **self.condition_inputs()}
 
     def shapes(self, pixels: Mapping[str, int]) -> dict[str, dict[str, tuple[int, ...]]]:
         """Shape classes of `LatentConfig.buckets`; `pixels` are the channels of image fields.
@@ -192,6 +198,9 @@ class LatentModule(DiffusionModule):
         for name, sides in (self.config.buckets or {}).items():
             latent = _latent_shape(self.vae, f"buckets.{name}", sides)
             found[name] = {field: (count, *sides) for field, count in pixels.items()}
+            if self.config.precomputed:
+                del found[name]["image"]
+                found[name]["moments"] = _moments(latent)
             if self.config.self_conditioning is not None:
                 found[name]["estimate"] = latent
         return found
@@ -206,7 +215,8 @@ class LatentModule(DiffusionModule):
             min_snr_gamma=config.min_snr_gamma,
             shift=self.shift,
         )
-        return (*self.conditioning(), vae_encoder(self.vae, seed=self.seed), noise)
+        encoded = vae_posterior if config.precomputed else vae_encoder
+        return (*self.conditioning(), encoded(self.vae, seed=self.seed), noise)
 
     def estimate(self) -> SelfConditioning | None:
         """Self-conditioning on latents, if it is on."""
@@ -288,6 +298,14 @@ class LatentModule(DiffusionModule):
         read = {read.name for read in outside_reads(self.spec.backbones[0])}
         return {name: values[name] for name in sorted(read & values.keys())}
 
+    def real_images(self, fields: Mapping[str, Tensor]) -> Tensor:
+        """The images of a batch, or what the VAE makes of their means."""
+        if not self.config.precomputed:
+            return fields["image"]
+        vae: Any = self.vae.config
+        mean = fields["moments"].to(self.device).chunk(2, dim=1)[0]
+        return self.decode((mean - (vae.shift_factor or 0.0)) * vae.scaling_factor).cpu()
+
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Images ``[batch, 3, size, size]`` of scaled latents, clamped to ``[-1, 1]``."""
@@ -295,6 +313,12 @@ class LatentModule(DiffusionModule):
         latents = latents / config.scaling_factor + (config.shift_factor or 0.0)
         images: Tensor = self.vae.decode(latents, return_dict=False)[0]
         return images.clamp(-1.0, 1.0)
+
+
+def _moments(latent: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Shape of mean and log-variance of one latent."""
+    channels, height, width = latent
+    return (2 * channels, height, width)
 
 
 def _latent_shape(vae: AutoencoderKL, name: str, sides: Sequence[int]) -> tuple[int, int, int]:

@@ -1,11 +1,15 @@
 """The recipes' learning rate over steps."""
 
+import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import get_cosine_schedule_with_warmup
 
 from lightning_dpipe.core.errors import DPipeError
@@ -63,3 +67,35 @@ def test_frozen_parameters_are_left_out() -> None:
     module.bias.requires_grad_(False)
     (group,) = AdamWConfig().build(module)["optimizer"].param_groups
     assert [p.shape for p in group["params"]] == [(2, 2)]
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 4])
+def test_cosine_ends_with_the_run_whatever_is_accumulated(window: int, tmp_path: Path) -> None:
+    """10 batches an epoch; a window that does not divide them ends short."""
+
+    class Learner(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 1)
+            self.rates: list[float] = []
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return self.layer(batch[0]).mean()
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.rates.append(optimizer.param_groups[0]["lr"])
+
+        def configure_optimizers(self) -> Any:
+            return AdamWConfig(lr=1.0, decay="cosine").build(self)
+
+    data = DataLoader(TensorDataset(torch.ones(20, 1)), batch_size=2)
+    module = Learner()
+    trainer = L.Trainer(
+        accelerator="cpu", max_epochs=2, accumulate_grad_batches=window, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(module, data)
+    steps = 2 * math.ceil(10 / window)
+    expected = [0.5 * (1 + math.cos(math.pi * i / steps)) for i in range(steps)]
+    assert module.rates == pytest.approx(expected)

@@ -137,3 +137,30 @@ def test_buckets_are_classes_of_the_same_model(kind: type[LatentModule]) -> None
         SpecError, match=r"buckets\.odd=20 is not a multiple of the VAE's 8; use 16"
     ):
         build(kind, buckets={"odd": [16, 20]})
+
+
+@pytest.mark.parametrize("kind", [StableDiffusion, ControlNet])
+def test_stored_moments_train_as_their_images_do_and_are_drawn_anew_each_step(kind: Any) -> None:
+    """Same losses as with images, and another latent in every step: not one frozen sample."""
+    module, stored = build(kind), build(kind, precomputed=True)
+    fields = keyed(batch(3))
+    values = dict(fields)
+    with torch.no_grad():
+        for layer in next(c for c in module.spec.frozen if c.name == "vae").layers[:-1]:
+            made = layer.module(*[values[name] for name in layer.reads])
+            made = made if isinstance(made, tuple) else (made,)
+            values.update(zip(layer.writes, made, strict=True))
+    latents = {name: t for name, t in fields.items() if name != "image"}
+    latents["moments"] = values["moments"]
+    assert {"moments", "input_ids"} <= set(stored.spec.inputs)
+    assert "image" not in stored.spec.inputs
+    losses = sample_losses(module.spec, fields, self_conditioned=False)
+    others = sample_losses(stored.spec, latents, self_conditioned=False)
+    assert list(losses) == list(others)
+    assert all(torch.equal(losses[name], others[name]) for name in losses)
+    (draw,) = next(c for c in stored.spec.frozen if c.name == "vae").layers
+    steps = [draw.module(values["moments"], keyed(fields, step)[DRAW_KEY]) for step in (0, 0, 1)]
+    assert torch.equal(steps[0], steps[1])
+    assert not torch.equal(steps[0], steps[2])
+    real = stored.real_images(latents)
+    assert real.shape == fields["image"].shape
