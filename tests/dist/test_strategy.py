@@ -154,6 +154,19 @@ def test_filling_changes_no_bit_of_losses_or_weights(parity: Path) -> None:
     assert metrics == rows(parity, "filled", 1) | {"indices": metrics["indices"]}
 
 
+def test_with_a_cache_later_epochs_encode_nothing_and_losses_are_the_same(parity: Path) -> None:
+    for rank in range(2):
+        # A kept row has the bits of the slice in which it was encoded once, which here is another
+        # one than in which it would be encoded again.
+        expected = pytest.approx(rows(parity, "filled", rank)["losses"], rel=1e-5)
+        assert rows(parity, "kept", rank)["losses"] == expected
+        steps = json.loads((parity / f"encoded.{rank}.json").read_text())
+        # A step encodes the next batch: the last one of the first epoch finds it encoded already.
+        assert ["encoder" in done for done in steps] == [True] * 3 + [False] * 17
+        assert all(done in (["noise"], ["noise", "noise"]) for done in steps[3:-1])
+    assert largest_gap(saved(parity, "kept"), saved(parity, "filled")) < 1e-5
+
+
 def test_two_stages_end_with_the_weights_of_one_process(parity: Path, tmp_path: Path) -> None:
     trainer, _ = alone(tmp_path)
     trainer.save_checkpoint(tmp_path / "alone.ckpt")

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_dpipe.core.errors import DPipeError
 from lightning_dpipe.models.spec import DRAW_KEY
 from lightning_dpipe.runtime.engine import StepResult
-from lightning_dpipe.strategy.assemble import PipelineSession
+from lightning_dpipe.strategy.assemble import Groups, PipelineSession
 from lightning_dpipe.strategy.local import Named, num_samples, select_fields
 from lightning_dpipe.strategy.lookahead import Outlook, Outlooks
 from lightning_dpipe.strategy.module import DiffusionModule
@@ -64,6 +64,7 @@ class StepRunner:
         if self._promised != outlook.ticket:
             session.forget()
         self._promised = None  # until the step is through
+        kept, upcoming_kept = self._kept(outlook)
         total = sum(outlook.sizes)
         conditioned = module.is_self_conditioned(module.batches_consumed)
         traced = self._traces(outlook, conditioned)
@@ -78,11 +79,22 @@ class StepRunner:
             reduce=reduce,
             bucket=outlook.bucket,
             next_bucket=outlook.next_bucket,
+            kept=kept,
+            next_kept=upcoming_kept,
         )
         self._promised = outlook.next_ticket
         module.batches_consumed += 1
         self.replanned = self._replan(self.last, traced) if traced is not None else {}
         return self._means(self.last.loss_sum, total), total
+
+    def _kept(self, outlook: Outlook) -> tuple[Groups | None, Groups | None]:
+        """What a cache has of the batch and of the next one; all ranks find the same batches."""
+        number = self.module.batches_consumed
+        kept, following = outlook.kept, outlook.next_kept
+        return (
+            None if kept is None else kept.of(number),
+            None if following is None else following.of(number + 1),
+        )
 
     def _traces(self, outlook: Outlook, conditioned: bool) -> bool | None:
         """Trace the step that comes if the replanner wants it: whether it is traced anyway."""
@@ -91,6 +103,9 @@ class StepRunner:
         session = self.session
         full = (session.plan.batch_size,) * session.plan.world_size
         steady = outlook.sizes == outlook.next_sizes == full and session.encoded_ahead
+        steady = (
+            steady and outlook.next_kept is None
+        )  # else the plan's fills are not those that run
         if not self.replanner.wants(steady=steady, self_conditioned=conditioned):
             return None
         before = session.engine.tracer is not None
