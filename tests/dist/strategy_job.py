@@ -19,6 +19,7 @@ from torch import Tensor
 import lightning_dpipe  # noqa: F401  (registers the strategy)
 from lightning_dpipe.core.timeline import Activity, FrozenWork
 from lightning_dpipe.strategy.callbacks.bubble_fill import BubbleFill
+from lightning_dpipe.strategy.callbacks.ema import EMA
 from lightning_dpipe.strategy.callbacks.ledger import Ledger
 from lightning_dpipe.strategy.strategy import DiffusionPipeStrategy
 from toy import Toy, ToyData
@@ -104,7 +105,7 @@ def parity(folder: Path) -> None:
     train("pipe", folder, "diffusionpipe")
     trainer, module = train("filled", folder, "diffusionpipe", callbacks=(BubbleFill(), Ledger()))
     keeps = BubbleFill(cache="disk", cache_dir=folder / "encodings")
-    train("kept", folder, "diffusionpipe", callbacks=(keeps, Encoded(folder)))
+    train("kept", folder, "diffusionpipe", callbacks=(keeps, Encoded(folder), EMA(0.9)))
     again = trainer.validate(module, ToyData(**SIZES), verbose=False)[0]["val/loss"]
     predicted = trainer.predict(module, ToyData(**SIZES))
     (folder / f"again.{trainer.global_rank}.json").write_text(
