@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_dpipe.models.spec import DRAW_KEY, FrozenComponent, Layer
-from lightning_dpipe.objective.draws import integers, normal
+from lightning_dpipe.objective.draws import NUM_LEVELS, integers, levels, normal
 from lightning_dpipe.objective.losses import min_snr_weights
 from lightning_dpipe.objective.schedule import NoiseSchedule
 
@@ -59,6 +59,11 @@ class NoiseDraw:
         return noisy, timestep.to(latents.device), target, weight.to(latents.device)
 
     def _index(self, draw_key: Tensor) -> Tensor:
+        level = levels(draw_key)
+        fixed = self.schedule.index_at(level, NUM_LEVELS)
+        return torch.where(level > 0, fixed, self._drawn(draw_key))
+
+    def _drawn(self, draw_key: Tensor) -> Tensor:
         num_steps, purpose = self.schedule.num_steps, f"{self.prefix}timestep"
         if self.density is TimestepDensity.UNIFORM:
             return integers(self.seed, purpose, draw_key, num_steps)

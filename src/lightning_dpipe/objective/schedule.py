@@ -93,6 +93,15 @@ class NoiseSchedule:
         """Look up what the model is told, ``[batch]``."""
         return torch.tensor(self.timesteps, device=index.device)[index]
 
+    def index_at(self, part: Tensor, parts: int) -> Tensor:
+        """The index, int64 ``[batch]``, below which ``part / parts`` of the timesteps are.
+
+        Timesteps count from little noise to much, also where the tables run the other way (flow).
+        """
+        index = torch.div(part * self.num_steps, parts, rounding_mode="floor")
+        index = index.clamp(max=self.num_steps - 1)
+        return index if self.timesteps[0] <= self.timesteps[-1] else self.num_steps - 1 - index
+
     def add_noise(self, x0: Tensor, noise: Tensor, index: Tensor) -> Tensor:
         """Noise a clean sample: ``[batch, ...]`` at ``index`` int64 ``[batch]``."""
         return self._at(self.signal, index, x0) * x0 + self._at(self.sigma, index, x0) * noise

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_dpipe.core.errors import DPipeError
 from lightning_dpipe.models.spec import DRAW_KEY
+from lightning_dpipe.objective.draws import at_level
 from lightning_dpipe.runtime.engine import StepResult
 from lightning_dpipe.strategy.assemble import Groups, PipelineSession
 from lightning_dpipe.strategy.local import Named, num_samples, select_fields
@@ -41,6 +42,7 @@ class StepRunner:
         self.replanned: Mapping[str, float] = {}
         self._prepare = prepare
         self._promised: int | None = None
+        self._evaluated: tuple[Named, Outlook, int] | None = None
 
     @property
     def looks_ahead(self) -> bool:
@@ -121,17 +123,26 @@ class StepRunner:
     def evaluate(self, batch: Any, batch_idx: int, dataloader_idx: int) -> tuple[Named, int]:
         """Run one batch forward only, under the loader's fixed noise; returns as `train`."""
         outlook = _take(self.evaluation)
-        module = self.module
         fields, count = self._fields(batch, outlook)
-        keys = module.evaluation_keys(count, batch_idx, dataloader_idx)
-        fields[DRAW_KEY] = keys
+        fields[DRAW_KEY] = self.module.evaluation_keys(count, batch_idx, dataloader_idx)
+        self._evaluated = (fields, outlook, dataloader_idx)
+        return self._forward(fields, outlook, dataloader_idx)
+
+    def evaluate_at(self, level: int) -> tuple[Named, int]:
+        """The batch evaluated last, with a fixed timestep; see `objective.draws.at_level`."""
+        assert self._evaluated is not None, "evaluate() comes first"
+        fields, outlook, dataloader_idx = self._evaluated
+        keys = at_level(fields[DRAW_KEY], level)
+        return self._forward({**fields, DRAW_KEY: keys}, outlook, dataloader_idx)
+
+    def _forward(self, fields: Named, outlook: Outlook, dataloader_idx: int) -> tuple[Named, int]:
         total = sum(outlook.sizes)
         result = self.session.step(
             fields,
             sizes=self._of_group(outlook.sizes),
             batch_index=0,
             loss_scale=0.0,
-            self_conditioned=module.is_self_conditioned(-(1 + dataloader_idx)),
+            self_conditioned=self.module.is_self_conditioned(-(1 + dataloader_idx)),
             training=False,
             reduce=False,
             bucket=outlook.bucket,
