@@ -3,7 +3,8 @@
 In:     clean latents ``[batch, ...]`` and the draw keys int64 ``[batch, 2]``.
 Out:    noisy latents, timestep, target and loss weight. The component has no weights; it exists so
         that work that depends on the noisy latents can run ahead with the encoders.
-Source: logit-normal timesteps for flow models: Esser et al., arXiv 2403.03206, section 3.1.
+Source: logit-normal timesteps for flow models: Esser et al., arXiv 2403.03206, section 3.1; noise
+        offset: Guttenberg, "Diffusion with offset noise" (2023).
 """
 
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lightning_dpipe.core.errors import SpecError
 from lightning_dpipe.models.spec import DRAW_KEY, FrozenComponent, Layer
 from lightning_dpipe.objective.draws import NUM_LEVELS, integers, levels, normal
 from lightning_dpipe.objective.losses import min_snr_weights
@@ -32,7 +34,8 @@ class NoiseDraw:
     """``(latents, draw_key) -> (noisy, timestep, target, weight)``; a pure function of both.
 
     `noisy` keeps the latents' dtype, `target` and `weight` are float32. `weights` is a table over
-    the schedule's index, or None for ones. Draws of another `prefix` are other numbers.
+    the schedule's index, or None for ones. Draws of another `prefix` are other numbers. `offset`
+    adds to the noise one normal number per channel, times the offset.
     """
 
     schedule: NoiseSchedule
@@ -40,6 +43,7 @@ class NoiseDraw:
     density: TimestepDensity = TimestepDensity.UNIFORM
     weights: npt.NDArray[np.float32] | None = None
     prefix: str = ""
+    offset: float = 0.0
 
     @torch.no_grad()
     def __call__(self, latents: Tensor, draw_key: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -50,6 +54,11 @@ class NoiseDraw:
         else:
             weight = torch.tensor(self.weights, device=index.device)[index]
         noise = normal(self.seed, f"{self.prefix}noise", draw_key, latents.shape[1:])
+        if self.offset:
+            shape = (latents.shape[1], *[1] * (latents.ndim - 2))
+            noise = noise + self.offset * normal(
+                self.seed, f"{self.prefix}noise_offset", draw_key, shape
+            )
         noise = noise.to(latents.device)
         timestep = self.schedule.timestep(index)
         index = index.to(latents.device)
@@ -81,6 +90,7 @@ def noise_component(
     min_snr_gamma: float | None = None,
     name: str = "noise",
     prefix: str = "",
+    noise_offset: float = 0.0,
 ) -> FrozenComponent:
     """Build the component: reads `latents`, writes ``noisy``, ``timestep``, ``target``, ``weight``.
 
@@ -92,11 +102,15 @@ def noise_component(
         min_snr_gamma: Weight losses by min-SNR (5 in the paper); None weighs all alike.
         name: The component's name.
         prefix: Put before the names it writes; models of a cascade have a noise component each.
+        noise_offset: Deviation of a shift of each channel's noise (0.1 is usual), which lets a
+            model learn images that are bright or dark as a whole.
 
     Raises:
-        SpecError: `min_snr_gamma` is not positive.
+        SpecError: `min_snr_gamma` is not positive, or `noise_offset` is negative.
         UnsupportedError: `min_snr_gamma` with a flow schedule.
     """
+    if noise_offset < 0:
+        raise SpecError(f"noise_offset is {noise_offset}; expected 0 or more (0.1 is usual)")
     weights = None if min_snr_gamma is None else min_snr_weights(schedule, min_snr_gamma)
     draw = NoiseDraw(
         schedule=schedule,
@@ -104,6 +118,7 @@ def noise_component(
         density=TimestepDensity(density),
         weights=weights,
         prefix=prefix,
+        offset=noise_offset,
     )
     layer = Layer(
         name="draw",

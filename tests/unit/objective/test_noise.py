@@ -135,3 +135,23 @@ def test_a_level_needs_a_validation_key_and_is_one_of_nine() -> None:
     for level in (0, NUM_LEVELS):
         with pytest.raises(SpecError, match="expected a level of 1 to 9"):
             at_level(keys(-1, 2), level)
+
+
+def test_noise_offset_shifts_each_channel_by_a_draw_of_its_own() -> None:
+    schedule = NoiseSchedule.from_scheduler(DDPMScheduler())
+    latents, key = torch.randn(5, 3, 4, 4), keys(2, 5)
+    plain = run(noise_component(schedule, seed=3), latents, key)
+    shifted = run(noise_component(schedule, seed=3, noise_offset=0.1), latents, key)
+    shift = normal(3, "noise_offset", key, (3, 1, 1))
+    noise = normal(3, "noise", key, (3, 4, 4)) + 0.1 * shift
+    index = integers(3, "timestep", key, 1000)
+    assert torch.equal(shifted["target"], noise)
+    assert torch.equal(shifted["noisy"], schedule.add_noise(latents, noise, index))
+    assert torch.equal(shifted["timestep"], plain["timestep"])
+    assert not torch.equal(shift[0], shift[1])
+    many = normal(3, "noise_offset", keys(2, 4000), (3, 1, 1))
+    assert float(many.std()) == pytest.approx(1.0, abs=0.05)
+    none = run(noise_component(schedule, seed=3, noise_offset=0.0), latents, key)
+    assert all(torch.equal(none[name], plain[name]) for name in plain)
+    with pytest.raises(SpecError, match=r"noise_offset is -0\.1"):
+        noise_component(schedule, seed=3, noise_offset=-0.1)

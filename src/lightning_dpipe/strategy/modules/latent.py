@@ -54,6 +54,8 @@ class LatentConfig:
         caption_dropout: Share of samples trained on the empty caption, for guidance.
         self_conditioning: Share of steps with a first estimate; None trains without.
         min_snr_gamma: Weigh losses by min-SNR; None weighs all alike.
+        prediction: What the backbone predicts, if not what the scheduler says.
+        noise_offset: See `noise_component`.
         buckets: More shape classes beside the square of `image_size`: (height, width) by name.
     """
 
@@ -68,6 +70,8 @@ class LatentConfig:
     caption_dropout: float = 0.1
     self_conditioning: float | None = None
     min_snr_gamma: float | None = None
+    prediction: str | None = None
+    noise_offset: float = 0.0
     optimizer: AdamWConfig = field(default_factory=AdamWConfig)
     buckets: Mapping[str, Sequence[int]] | None = None
 
@@ -120,7 +124,7 @@ class LatentModule(DiffusionModule):
     @cached_property
     def schedule(self) -> NoiseSchedule:
         """The forward process."""
-        return NoiseSchedule.from_scheduler(self.scheduler)
+        return NoiseSchedule.from_scheduler(self.scheduler, prediction=self.config.prediction)
 
     def inputs(self) -> dict[str, Field]:
         """The batch fields that `encoders` read."""
@@ -153,7 +157,12 @@ class LatentModule(DiffusionModule):
             ),
             clip_encoder(self.text, input_ids="caption_input_ids"),
             vae_encoder(self.vae, seed=self.seed),
-            noise_component(self.schedule, seed=self.seed, min_snr_gamma=config.min_snr_gamma),
+            noise_component(
+                self.schedule,
+                seed=self.seed,
+                min_snr_gamma=config.min_snr_gamma,
+                noise_offset=config.noise_offset,
+            ),
         )
 
     def estimate(self) -> SelfConditioning | None:
@@ -187,7 +196,7 @@ class LatentModule(DiffusionModule):
             ),
             self_conditioning=self.spec.self_conditioning,
         )
-        scheduler = DDIMScheduler.from_config(self.scheduler.config)
+        scheduler = DDIMScheduler.from_config(self.scheduler.config, **self._override())
         return self.decode(sample(self.denoiser(), scheduler, request))
 
     def pipeline_parts(self, source: Source) -> dict[str, Any]:
@@ -196,11 +205,18 @@ class LatentModule(DiffusionModule):
             "vae": self.vae,
             "text_encoder": self.text,
             "tokenizer": source.load(CLIPTokenizer, "tokenizer"),
-            "scheduler": self.scheduler,
+            "scheduler": type(self.scheduler).from_config(
+                self.scheduler.config, **self._override()
+            ),
             "safety_checker": None,
             "feature_extractor": None,
             "requires_safety_checker": False,
         }
+
+    def _override(self) -> dict[str, str]:
+        """What a scheduler that samples must be told of `LatentConfig.prediction`."""
+        prediction = self.config.prediction
+        return {} if prediction is None else {"prediction_type": str(prediction)}
 
     def denoiser(self) -> Any:
         """What turns noisy latents and conditions into the model's output."""
