@@ -1,6 +1,6 @@
 """What may be kept: against a symbolic run of random frozen graphs, and on the families we ship."""
 
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_dpipe.core.caching import CacheCut, cache_cut
@@ -157,6 +157,7 @@ def symbolic(graph: ModelGraph, given: dict[int, str]) -> dict[int, str]:
     return values
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)  # on a busy machine
 @given(graphs())
 def test_kept_values_follow_from_their_sources_and_replace_the_idle_layers(made) -> None:
     graph, weighted = made
