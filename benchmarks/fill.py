@@ -43,7 +43,7 @@ from lightning_dpipe.runtime.reduce import open_reducer
 from lightning_dpipe.runtime.trace import Record, StepTrace, merge
 from lightning_dpipe.simulation.render import save_png
 from lightning_dpipe.simulation.simulate import simulate
-from lightning_dpipe.strategy.assemble import PipelineSession
+from lightning_dpipe.strategy.assemble import Groups, PipelineSession
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -102,10 +102,17 @@ class Bench:
 
 
 class Runner:
-    """Runs whole iterations: schedule, frozen work, optimizer."""
+    """Runs whole iterations: schedule, frozen work, optimizer. `kept` is what a cache has."""
 
-    def __init__(self, session: PipelineSession, batch: Mapping[str, Tensor], filled: bool) -> None:
-        self.session, self.batch, self.filled = session, batch, filled
+    def __init__(
+        self,
+        session: PipelineSession,
+        batch: Mapping[str, Tensor],
+        filled: bool,
+        kept: Groups | None = None,
+    ) -> None:
+        self.session, self.batch, self.filled, self.kept = session, batch, filled, kept
+        self.loss = 0.0
         weights = [p for s in session.stages.values() for p in s.parameters]
         self.optimizer = torch.optim.AdamW(weights, lr=1e-5)
         self.step = 0
@@ -142,8 +149,11 @@ class Runner:
             loss_scale=1.0 / (plan.batch_size * plan.world_size),
             next_batch=self.batch if self.filled else None,
             next_sizes=sizes if self.filled else None,
+            kept=self.kept,
+            next_kept=self.kept if self.filled else None,
         )
         self.step += 1
+        self.loss = sum((float(x) for x in result.loss_sum.values()), 0.0)
         self.session.wait_reduction()
         start_ns = time.monotonic_ns()
         self.optimizer.step()

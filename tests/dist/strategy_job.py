@@ -17,7 +17,9 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 import lightning_dpipe  # noqa: F401  (registers the strategy)
+from lightning_dpipe.core.timeline import Activity, FrozenWork
 from lightning_dpipe.strategy.callbacks.bubble_fill import BubbleFill
+from lightning_dpipe.strategy.callbacks.ema import EMA
 from lightning_dpipe.strategy.callbacks.ledger import Ledger
 from lightning_dpipe.strategy.strategy import DiffusionPipeStrategy
 from toy import Toy, ToyData
@@ -41,6 +43,26 @@ class Record(Callback):
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         if not trainer.sanity_checking:
             self.val.append(float(trainer.callback_metrics["val/loss"]))
+
+
+class Encoded(Callback):
+    """Which frozen work each step of this rank does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.steps: list[list[str]] = []
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        trainer.strategy.installed.session.trace(True)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        records = trainer.strategy.installed.runner.last.trace.records
+        frozen = [FrozenWork.parse(r.label) for r in records if r.activity is Activity.FROZEN]
+        self.steps.append([work.component for work in frozen])
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        path = self.folder / f"encoded.{trainer.global_rank}.json"
+        path.write_text(json.dumps(self.steps))
 
 
 def train(
@@ -82,6 +104,8 @@ def parity(folder: Path) -> None:
     train("ddp", folder, "ddp")
     train("pipe", folder, "diffusionpipe")
     trainer, module = train("filled", folder, "diffusionpipe", callbacks=(BubbleFill(), Ledger()))
+    keeps = BubbleFill(cache="disk", cache_dir=folder / "encodings")
+    train("kept", folder, "diffusionpipe", callbacks=(keeps, Encoded(folder), EMA(0.9)))
     again = trainer.validate(module, ToyData(**SIZES), verbose=False)[0]["val/loss"]
     predicted = trainer.predict(module, ToyData(**SIZES))
     (folder / f"again.{trainer.global_rank}.json").write_text(

@@ -18,6 +18,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_dpipe.strategy.callbacks.ema import EMA
 from lightning_dpipe.strategy.checkpoint import gather_model_state, gather_optimizer_state
 from lightning_dpipe.strategy.clipping import clip_by_norm
 from lightning_dpipe.strategy.collectives import HostLink
@@ -154,6 +155,19 @@ def test_filling_changes_no_bit_of_losses_or_weights(parity: Path) -> None:
     assert metrics == rows(parity, "filled", 1) | {"indices": metrics["indices"]}
 
 
+def test_with_a_cache_later_epochs_encode_nothing_and_losses_are_the_same(parity: Path) -> None:
+    for rank in range(2):
+        # A kept row has the bits of the slice in which it was encoded once, which here is another
+        # one than in which it would be encoded again.
+        expected = pytest.approx(rows(parity, "filled", rank)["losses"], rel=1e-5)
+        assert rows(parity, "kept", rank)["losses"] == expected
+        steps = json.loads((parity / f"encoded.{rank}.json").read_text())
+        # A step encodes the next batch: the last one of the first epoch finds it encoded already.
+        assert ["encoder" in done for done in steps] == [True] * 3 + [False] * 17
+        assert all(done in (["noise"], ["noise", "noise"]) for done in steps[3:-1])
+    assert largest_gap(saved(parity, "kept"), saved(parity, "filled")) < 1e-5
+
+
 def test_two_stages_end_with_the_weights_of_one_process(parity: Path, tmp_path: Path) -> None:
     trainer, _ = alone(tmp_path)
     trainer.save_checkpoint(tmp_path / "alone.ckpt")
@@ -169,6 +183,23 @@ def test_two_stages_end_with_the_weights_of_one_process(parity: Path, tmp_path: 
     assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(
         rows(parity, "pipe")["val"][-1], abs=1e-5
     )
+
+
+def test_an_average_over_two_stages_is_one_processs_and_what_validation_sees(
+    parity: Path, tmp_path: Path
+) -> None:
+    trainer, _ = alone(tmp_path, callbacks=[EMA(0.9)])
+    trainer.save_checkpoint(tmp_path / "alone.ckpt")
+    one, two = (
+        content["callbacks"]["EMA"] for content in (saved(tmp_path, "alone"), saved(parity, "kept"))
+    )
+    assert one["num_updates"] == two["num_updates"] == 20
+    assert one["average"].keys() == two["average"].keys()
+    for name, value in one["average"].items():
+        torch.testing.assert_close(two["average"][name], value, rtol=0, atol=1e-5)
+    val = rows(parity, "kept")["val"]
+    assert val[-1] == pytest.approx(float(trainer.callback_metrics["val/loss"]), abs=1e-5)
+    assert abs(val[-1] - rows(parity, "pipe")["val"][-1]) > 1e-4  # not the weights' own
 
 
 def test_validate_and_predict_after_fit_agree_on_all_ranks(parity: Path) -> None:

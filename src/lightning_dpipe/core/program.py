@@ -234,7 +234,8 @@ class StepShape:
     `sizes[d]` is the local batch size of the group's device `d`, `next_sizes` that of the batch
     to encode ahead (None: nothing is). `encoded` says that this batch was encoded in the step
     before. Programs without `training` are forward only. `bucket` and `next_bucket` are the
-    classes of per-sample shapes of the two batches (`core.buckets`).
+    classes of per-sample shapes of the two batches (`core.buckets`). `cached` and `next_cached` are
+    the groups of kept encodings that are at hand (`core.caching`).
     """
 
     sizes: tuple[int, ...]
@@ -245,6 +246,8 @@ class StepShape:
     reduce: bool = True
     bucket: str = BASE
     next_bucket: str = BASE
+    cached: tuple[int, ...] = ()
+    next_cached: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

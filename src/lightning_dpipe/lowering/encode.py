@@ -5,11 +5,12 @@ give to others: their batch fields are sent ahead. A side input is sent to each 
 stage that reads it, by whoever has it, as soon as the fills that cover its rows are done.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
 
 from lightning_dpipe.core.fills import Run, encoders, fill_slots
+from lightning_dpipe.core.graph import ModelGraph
 from lightning_dpipe.core.plan import Fill
 from lightning_dpipe.core.program import (
     Encode,
@@ -41,6 +42,7 @@ class EncodeEmitter:
     def __init__(self, lowering: Lowering, device: int) -> None:
         self.low = lowering
         self.device = device
+        self.ahead = lowering.next_graph or lowering.graph
         self.next_layout: BatchLayout | None = None
         self.fills: Mapping[tuple[int, int], Sequence[Fill]] = {}
         self.runs: tuple[Run, ...] = ()
@@ -51,7 +53,7 @@ class EncodeEmitter:
             # Bounds matter only for cutting messages, so a short next batch may have fewer parts.
             parts = min(lowering.plan.num_microbatches, sum(sizes))
             self.next_layout = layout(sizes, lowering.ranks, parts)
-            self.fills = fill_slots(lowering.plan, lowering.graph, lowering.orders, lowering.shape)
+            self.fills = fill_slots(lowering.plan, self.ahead, lowering.orders, lowering.shape)
             self.runs = encoders(chain.from_iterable(self.fills.values()), sizes)
             self.unsent = self._transfers(self.next_layout, self.runs, self.device, None)
 
@@ -69,13 +71,14 @@ class EncodeEmitter:
                 out += [
                     Encode(
                         component=c.name,
-                        start=0,
-                        stop=len(c.layers),
+                        start=start,
+                        stop=stop,
                         first=0,
                         last=size,
                         when=When.THIS,
                     )
                     for c in low.graph.frozen
+                    for start, stop in _working(low.graph, c.name, 0, len(c.layers))
                 ]
             encoded = frozenset(low.graph.side_inputs) - frozenset(low.graph.inputs)
             rest = self._transfers(low.layout, runs, self.device, encoded)
@@ -83,7 +86,7 @@ class EncodeEmitter:
         if self.next_layout is not None:
             out += self._posts(self.next_layout, self.runs, When.NEXT)
             size = self.next_layout.sizes[self.device]
-            for value in low.graph.inputs:
+            for value in self.ahead.inputs:
                 self.done[value, self.device] = [(0, size)]
             out += self._flush()
         return [*out, *self.after(0)]
@@ -92,15 +95,16 @@ class EncodeEmitter:
         """Fills placed when the device has done `num_ops` of its ops."""
         out: list[Instruction] = []
         for fill in self.fills.get((self.device, num_ops), ()):
-            out.append(self._encode(fill))
-            for layer in self.low.graph.component(fill.component).layers[fill.start : fill.stop]:
+            working = _working(self.ahead, fill.component, fill.start, fill.stop)
+            out += [self._encode(replace(fill, start=a, stop=b)) for a, b in working]
+            for layer in self.ahead.component(fill.component).layers[fill.start : fill.stop]:
                 for value in layer.writes:
                     _add_range(self.done.setdefault((value, fill.home), []), fill.first, fill.last)
             out += self._flush()
         return out
 
     def _encode(self, fill: Fill) -> Encode:
-        layers = self.low.graph.component(fill.component).layers[fill.start : fill.stop]
+        layers = self.ahead.component(fill.component).layers[fill.start : fill.stop]
         read = {v for layer in layers for v in layer.reads}
         mine = [r for r in self.runs if (r.owner, r.device) == (fill.home, self.device)]
         return Encode(
@@ -111,7 +115,7 @@ class EncodeEmitter:
             last=fill.last,
             when=When.NEXT,
             owner=None if fill.home == self.device else fill.home,
-            fields=tuple(v for v in self.low.graph.frozen_fields if v in read)
+            fields=tuple(v for v in self.ahead.frozen_fields if v in read)
             if fill.home != self.device
             else (),
             rows=sum(r.last - r.first for r in mine),
@@ -131,7 +135,7 @@ class EncodeEmitter:
         self, cut: BatchLayout, runs: Sequence[Run], source: int, only: frozenset[int] | None
     ) -> list[_Transfer]:
         """All row messages that a device sends, early rows first; `only` of some values."""
-        inputs, found = self.low.graph.inputs, list[_Transfer]()
+        inputs, found = self._graph_of(cut).inputs, list[_Transfer]()
         whole = [Run(source, source, 0, cut.sizes[source])]
         encoded = [run for run in runs if run.device == source]
         for value in self.low.graph.side_inputs:
@@ -159,7 +163,7 @@ class EncodeEmitter:
             _Transfer(value=value, owner=source, target=run.device, first=first, last=last)
             for run in runs
             if run.owner == source != run.device
-            for value in self.low.graph.frozen_fields
+            for value in self._graph_of(cut).frozen_fields
             for first, last in _without(
                 (run.first, run.last),
                 self._read(cut, value, source, run.device)
@@ -167,6 +171,9 @@ class EncodeEmitter:
                 else (),
             )
         ]
+
+    def _graph_of(self, cut: BatchLayout) -> ModelGraph:
+        return self.ahead if cut is self.next_layout else self.low.graph
 
     def _read(
         self, cut: BatchLayout, value: int, owner: int, target: int
@@ -215,6 +222,17 @@ class EncodeEmitter:
             shape=spec.shape,
             dtype=spec.dtype,
         )
+
+
+def _working(graph: ModelGraph, component: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The runs of layers within a range that do something: what is kept leaves others idle."""
+    layers = graph.component(component).layers[start:stop]
+    at = start
+    for working, same in groupby(bool(layer.reads or layer.writes) for layer in layers):
+        end = at + len(tuple(same))
+        if working:
+            yield at, end
+        at = end
 
 
 def _add_range(ranges: list[tuple[int, int]], first: int, last: int) -> None:

@@ -7,7 +7,8 @@ Out:    one independent draw per row, on the keys' device. Any split or order of
 Source: Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) in numpy.
 
 Training keys count batches from 0; validation keys use batch ``-1 - loader``: the same noise at
-every validation, never that of a training step.
+every validation, never that of a training step. A validation key may carry a *level* (`at_level`):
+a fixed timestep instead of a drawn one. All other draws are those of the key without it.
 
 The draws run on the host. Keep the keys there: keys on an accelerator are copied back first, which
 waits for it. They are custom operators, so that a FakeTensor trace sees shapes without drawing.
@@ -23,6 +24,10 @@ from torch import Tensor
 
 from lightning_dpipe.core.errors import SpecError
 
+NUM_LEVELS = 10
+"""Level l of 1 to 9 is quantile l / 10 of the timesteps."""
+
+_LEVEL = 1 << 32  # a batch number below zero is -1 - loader - level * 2**32
 _WORD = (1 << 64) - 1  # two's complement view: a batch number below zero is a key too
 _Draw = Callable[[np.random.Generator], npt.NDArray[np.generic] | float | int]
 
@@ -74,6 +79,28 @@ def coin(seed: int, purpose: str, batch_index: int) -> float:
     return float(np.random.Generator(bits).random())
 
 
+def at_level(keys: Tensor, level: int) -> Tensor:
+    """Validation keys int64 ``[batch, 2]`` with a fixed timestep: quantile ``level / NUM_LEVELS``.
+
+    Raises:
+        SpecError: The level is not in ``1 .. NUM_LEVELS - 1``, or the keys are of training.
+    """
+    _check_keys(keys)
+    if not 1 <= level < NUM_LEVELS or bool((keys[:, 0] >= 0).any()):
+        raise SpecError(
+            f"level {level} for draw keys of batches {sorted(set(keys[:, 0].tolist()))}; expected "
+            f"a level of 1 to {NUM_LEVELS - 1} and validation keys, whose batch is below zero"
+        )
+    base = -1 - (-1 - keys[:, 0]) % _LEVEL
+    return torch.stack([base - level * _LEVEL, keys[:, 1]], dim=1)
+
+
+def levels(keys: Tensor) -> Tensor:
+    """The keys' levels, int64 ``[batch]``; 0: the timestep is drawn."""
+    batch = keys[:, 0]
+    return torch.where(batch < 0, torch.div(-1 - batch, _LEVEL, rounding_mode="floor"), 0)
+
+
 def _check_keys(keys: Tensor) -> None:
     if keys.dtype is not torch.int64 or keys.ndim != 2 or keys.shape[1] != 2:
         raise SpecError(
@@ -106,7 +133,8 @@ def _fill(seed: int, purpose: str, keys: Tensor, out: Tensor, draw: _Draw) -> Te
     fresh = bits.state  # an empty buffer, whatever the last stream left
     rows = out.numpy()
     for row, (batch, slot) in enumerate(keys.tolist()):
-        fresh["state"]["counter"] = _counter(batch, slot)
+        base = batch if batch >= 0 else -1 - (-1 - batch) % _LEVEL
+        fresh["state"]["counter"] = _counter(base, slot)
         bits.state = fresh
         rows[row] = draw(generator)
     return out.to(keys.device)

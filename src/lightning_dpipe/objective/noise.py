@@ -3,7 +3,8 @@
 In:     clean latents ``[batch, ...]`` and the draw keys int64 ``[batch, 2]``.
 Out:    noisy latents, timestep, target and loss weight. The component has no weights; it exists so
         that work that depends on the noisy latents can run ahead with the encoders.
-Source: logit-normal timesteps for flow models: Esser et al., arXiv 2403.03206, section 3.1.
+Source: logit-normal timesteps for flow models: Esser et al., arXiv 2403.03206, section 3.1; noise
+        offset: Guttenberg, "Diffusion with offset noise" (2023).
 """
 
 from dataclasses import dataclass
@@ -14,8 +15,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lightning_dpipe.core.errors import SpecError
 from lightning_dpipe.models.spec import DRAW_KEY, FrozenComponent, Layer
-from lightning_dpipe.objective.draws import integers, normal
+from lightning_dpipe.objective.draws import NUM_LEVELS, integers, levels, normal
 from lightning_dpipe.objective.losses import min_snr_weights
 from lightning_dpipe.objective.resolution import ResolutionShift
 from lightning_dpipe.objective.schedule import NoiseSchedule
@@ -34,7 +36,8 @@ class NoiseDraw:
 
     `noisy` keeps the latents' dtype, `target` and `weight` are float32. `weights` is a table over
     the schedule's index, or None for ones. Draws of another `prefix` are other numbers. `shift`
-    makes of the schedule the one for the latents' size.
+    makes of the schedule the one for the latents' size. `offset` adds to the noise one normal
+    number per channel, times the offset.
     """
 
     schedule: NoiseSchedule
@@ -43,6 +46,7 @@ class NoiseDraw:
     weights: npt.NDArray[np.float32] | None = None
     prefix: str = ""
     shift: ResolutionShift | None = None
+    offset: float = 0.0
 
     @torch.no_grad()
     def __call__(self, latents: Tensor, draw_key: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -55,6 +59,11 @@ class NoiseDraw:
         else:
             weight = torch.tensor(self.weights, device=index.device)[index]
         noise = normal(self.seed, f"{self.prefix}noise", draw_key, latents.shape[1:])
+        if self.offset:
+            shape = (latents.shape[1], *[1] * (latents.ndim - 2))
+            noise = noise + self.offset * normal(
+                self.seed, f"{self.prefix}noise_offset", draw_key, shape
+            )
         noise = noise.to(latents.device)
         timestep = schedule.timestep(index)
         index = index.to(latents.device)
@@ -64,6 +73,11 @@ class NoiseDraw:
         return noisy, timestep.to(latents.device), target, weight.to(latents.device)
 
     def _index(self, draw_key: Tensor) -> Tensor:
+        level = levels(draw_key)
+        fixed = self.schedule.index_at(level, NUM_LEVELS)
+        return torch.where(level > 0, fixed, self._drawn(draw_key))
+
+    def _drawn(self, draw_key: Tensor) -> Tensor:
         num_steps, purpose = self.schedule.num_steps, f"{self.prefix}timestep"
         if self.density is TimestepDensity.UNIFORM:
             return integers(self.seed, purpose, draw_key, num_steps)
@@ -82,6 +96,7 @@ def noise_component(
     name: str = "noise",
     prefix: str = "",
     shift: ResolutionShift | None = None,
+    noise_offset: float = 0.0,
 ) -> FrozenComponent:
     """Build the component: reads `latents`, writes ``noisy``, ``timestep``, ``target``, ``weight``.
 
@@ -94,11 +109,15 @@ def noise_component(
         name: The component's name.
         prefix: Put before the names it writes; models of a cascade have a noise component each.
         shift: Time shift by the latents' size (flow models); None for none.
+        noise_offset: Deviation of a shift of each channel's noise (0.1 is usual), which lets a
+            model learn images that are bright or dark as a whole.
 
     Raises:
-        SpecError: `min_snr_gamma` is not positive.
+        SpecError: `min_snr_gamma` is not positive, or `noise_offset` is negative.
         UnsupportedError: `min_snr_gamma` with a flow schedule.
     """
+    if noise_offset < 0:
+        raise SpecError(f"noise_offset is {noise_offset}; expected 0 or more (0.1 is usual)")
     weights = None if min_snr_gamma is None else min_snr_weights(schedule, min_snr_gamma)
     draw = NoiseDraw(
         schedule=schedule,
@@ -107,6 +126,7 @@ def noise_component(
         weights=weights,
         prefix=prefix,
         shift=shift,
+        offset=noise_offset,
     )
     layer = Layer(
         name="draw",

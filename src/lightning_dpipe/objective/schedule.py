@@ -9,6 +9,7 @@ Every process here is ``noisy = signal * x0 + sigma * noise`` with one pair (sig
 index. The tables are numpy arrays: a schedule is a value without device, dtype or place in a model.
 """
 
+import logging
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor
 
 from lightning_dpipe.core.errors import UnsupportedError
+
+log = logging.getLogger(__name__)
 
 _TINY = 1e-6  # keeps the estimate finite where the terminal signal is exactly zero
 
@@ -49,8 +52,16 @@ class NoiseSchedule:
     prediction: Prediction
 
     @classmethod
-    def from_scheduler(cls, scheduler: Any) -> "NoiseSchedule":
+    def from_scheduler(
+        cls, scheduler: Any, *, prediction: Prediction | str | None = None
+    ) -> "NoiseSchedule":
         """Read a diffusers scheduler: DDPM's family (``alphas_cumprod``) or flow matching.
+
+        Args:
+            scheduler: Its configuration says what the model predicts.
+            prediction: Overrides that; one that disagrees is warned of, since a model that was
+                trained for the scheduler's would learn another thing anew. Only within DDPM's
+                family.
 
         Raises:
             UnsupportedError: The scheduler is of another kind, or its prediction type is unknown.
@@ -58,13 +69,7 @@ class NoiseSchedule:
         scheduler = type(scheduler).from_config(scheduler.config)  # set_timesteps may have run
         if hasattr(scheduler, "alphas_cumprod"):
             alpha_bar = scheduler.alphas_cumprod
-            try:
-                prediction = Prediction(scheduler.config.prediction_type)
-            except ValueError:
-                raise UnsupportedError(
-                    f"prediction_type is {scheduler.config.prediction_type!r}; "
-                    f"expected one of {', '.join(p.value for p in Prediction)}"
-                ) from None
+            prediction = _prediction(scheduler.config.prediction_type, prediction)
             return cls(
                 signal=(alpha_bar**0.5).numpy(),
                 sigma=((1 - alpha_bar) ** 0.5).numpy(),
@@ -72,6 +77,11 @@ class NoiseSchedule:
                 prediction=prediction,
             )
         if type(scheduler).__name__.startswith("FlowMatch"):
+            if prediction not in (None, Prediction.FLOW):
+                raise UnsupportedError(
+                    f"prediction {prediction!r} with {type(scheduler).__name__}, whose models "
+                    f"predict {Prediction.FLOW.value!r}; leave it out, or use another scheduler"
+                )
             sigmas = scheduler.sigmas[: scheduler.config.num_train_timesteps].cpu()
             return cls(
                 signal=(1.0 - sigmas).numpy(),
@@ -92,6 +102,15 @@ class NoiseSchedule:
     def timestep(self, index: Tensor) -> Tensor:
         """Look up what the model is told, ``[batch]``."""
         return torch.tensor(self.timesteps, device=index.device)[index]
+
+    def index_at(self, part: Tensor, parts: int) -> Tensor:
+        """The index, int64 ``[batch]``, below which ``part / parts`` of the timesteps are.
+
+        Timesteps count from little noise to much, also where the tables run the other way (flow).
+        """
+        index = torch.div(part * self.num_steps, parts, rounding_mode="floor")
+        index = index.clamp(max=self.num_steps - 1)
+        return index if self.timesteps[0] <= self.timesteps[-1] else self.num_steps - 1 - index
 
     def add_noise(self, x0: Tensor, noise: Tensor, index: Tensor) -> Tensor:
         """Noise a clean sample: ``[batch, ...]`` at ``index`` int64 ``[batch]``."""
@@ -147,3 +166,23 @@ class NoiseSchedule:
         under a FakeTensor trace it becomes fake, which a stored tensor would not.
         """
         return torch.tensor(table, device=index.device)[index].view(-1, *[1] * (like.ndim - 1))
+
+
+def _prediction(configured: str, wanted: Prediction | str | None) -> Prediction:
+    """What the model is to predict; an override that disagrees with the scheduler is warned of."""
+    known = [p.value for p in Prediction]
+    for name in (configured, wanted):
+        if name is not None and name not in known:
+            raise UnsupportedError(
+                f"prediction_type is {name!r}; expected one of {', '.join(known)}"
+            )
+    theirs = Prediction(configured)
+    chosen = theirs if wanted is None else Prediction(wanted)
+    if chosen is not theirs:
+        log.warning(
+            "the model is trained to predict %s, but its scheduler is configured for %s: trained "
+            "weights expect the latter, and whoever samples must be told the former",
+            chosen.value,
+            theirs.value,
+        )
+    return chosen

@@ -25,9 +25,11 @@ SELF_CONDITIONING = 0.5
 FILLERS: Mapping[str, Callable[..., tuple[Fill, ...]]] = {
     "auto": fill_bubbles,
     "whole": partial(fill_bubbles, partial=False),
+    "at_home": partial(fill_bubbles, move=False),
     "paper": paper_fill,
 }
-"""How frozen work is placed: ours, ours without partial batches, or DiffusionPipe's own greedy."""
+"""How frozen work is placed: ours; ours without partial batches, or without moving samples; or
+DiffusionPipe's own greedy."""
 
 
 def filler_of(fill: bool | str) -> str | None:

@@ -5,6 +5,7 @@ Encoders run under `no_grad`, not inference mode: their output takes part in tra
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 
@@ -14,8 +15,23 @@ from lightning_dpipe.runtime.bound import BoundLayer
 from lightning_dpipe.runtime.encodings import Encodings
 
 
+class Keeper(Protocol):
+    """Is shown values of interest as they are read or written, to keep them for later epochs."""
+
+    @property
+    def watched(self) -> frozenset[int]:
+        """The values to show."""
+
+    def see(
+        self, value: int, bank: Encodings, owner: int, first: int, tensor: torch.Tensor
+    ) -> None:
+        """Rows from `first` of a value, of the local batch of device `owner`, `[rows, ...]`."""
+
+
 class FrozenRunner:
-    """Runs Encode instructions against a bank of encodings."""
+    """Runs Encode instructions against a bank of encodings. `keeper` looks on."""
+
+    keeper: Keeper | None = None
 
     def __init__(self, graph: ModelGraph, components: Mapping[str, Sequence[BoundLayer]]) -> None:
         self._layers = {c.name: tuple(components[c.name]) for c in graph.frozen}
@@ -36,18 +52,25 @@ class FrozenRunner:
         home = bank.position if work.owner is None else work.owner
         total = bank.sizes[home] if work.rows is None else work.rows
         env: dict[int, torch.Tensor] = {}
+        keeper = self.keeper
+        watched = frozenset[int]() if keeper is None else keeper.watched
         with torch.no_grad():
             for layer in layers:
                 inputs = [
                     env[v] if v in env else bank.read(v, home, work.first, work.last)
                     for v in layer.reads
                 ]
+                for value, tensor in zip(layer.reads, inputs, strict=True):
+                    if keeper is not None and value in watched and value not in env:
+                        keeper.see(value, bank, home, work.first, tensor)
                 outputs = layer.fn(*inputs)
                 outputs = outputs if isinstance(outputs, tuple) else (outputs,)
                 for position, value in layer.writes:
                     # Between two fills a value lies in rows, contiguous. Kernels give other last
                     # bits for other strides: with one layout, cutting a chain changes no bit.
                     env[value] = outputs[position].contiguous()
+                    if keeper is not None and value in watched:
+                        keeper.see(value, bank, home, work.first, env[value])
                     if value in kept:
                         bank.write(value, home, work.first, work.last, env[value])
                 for value in layer.reads:

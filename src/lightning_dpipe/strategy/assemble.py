@@ -6,11 +6,13 @@ This is the seam between the Lightning side and the runtime; it imports no light
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dpipe.core.buckets import BASE
+from lightning_dpipe.core.caching import CacheCut
 from lightning_dpipe.core.errors import PlanError
 from lightning_dpipe.core.graph import ModelGraph
 from lightning_dpipe.core.jsonio import digest
@@ -22,7 +24,7 @@ from lightning_dpipe.planning.schedules.of_plan import schedule_of
 from lightning_dpipe.runtime.bound import Binding
 from lightning_dpipe.runtime.encodings import Encodings
 from lightning_dpipe.runtime.engine import Engine, StepInputs, StepResult
-from lightning_dpipe.runtime.frozen import FrozenRunner
+from lightning_dpipe.runtime.frozen import FrozenRunner, Keeper
 from lightning_dpipe.runtime.reduce import Reducer
 from lightning_dpipe.runtime.stage import StageRunner
 from lightning_dpipe.runtime.trace import Tracer
@@ -36,13 +38,31 @@ FillsOf = Callable[[str, str], tuple[Fill, ...]]
 """The fills of a step, by the shape class of its batch and that of the batch to encode ahead."""
 
 
+CachedFillsOf = Callable[[str, str, tuple[int, ...]], tuple[Fill, ...]]
+"""The same for a next batch of which some groups of encodings are at hand."""
+
+Groups = Mapping[int, Mapping[int, Tensor]]
+"""Kept encodings of a batch, ``[batch, ...]``: by group of the cache's cut, by value."""
+
+
+class Cache(Keeper, Protocol):
+    """Where encodings are kept; `strategy.cache` has one on disk."""
+
+    @property
+    def cut(self) -> CacheCut:
+        """What is kept."""
+
+    def step_ended(self) -> None:
+        """A step's encodings have all been seen."""
+
+
 class PipelineSession:
     """Runs steps of one rank. All ranks of a group must call it alike.
 
     The frozen work of `next_batch` runs inside the step, and the following call finds it encoded.
     `buckets` are the graphs of the shape classes beside the base, whose graph is `graph`; `fills`
     gives their steps' fills, by default the plan's own. `last_pair` are the classes of the last
-    step and of the one after it.
+    step and of the one after it, `last_cached` the groups of the latter's encodings at hand.
     """
 
     def __init__(
@@ -69,6 +89,9 @@ class PipelineSession:
         self.graphs: dict[str, ModelGraph] = {BASE: graph, **(buckets or {})}
         self.fills = fills
         self.last_pair = (BASE, BASE)
+        self.last_cached: tuple[int, ...] = ()
+        self._cache: Cache | None = None
+        self.cached_fills: CachedFillsOf | None = None
         self._inputs = dict(binding.inputs)
         # Draws are made on the host: with their keys on the device each one would wait for it.
         self._on_host = None if binding.draw_key in graph.side_inputs else binding.draw_key
@@ -79,10 +102,11 @@ class PipelineSession:
         stages = plan.stages_on(self.position)
         self.stages = {i: StageRunner(graph, plan.stages, i, binding, device) for i in stages}
         self.tracer = Tracer(device, rank, self.position)
+        self._frozen = FrozenRunner(graph, binding.layers)
         self.engine = Engine(
             stages=self.stages,
             backbones={i: plan.stages[i].backbone for i in stages},
-            frozen=FrozenRunner(graph, binding.layers),
+            frozen=self._frozen,
             transport=transport,
             device=device,
             group=self.group,
@@ -98,6 +122,16 @@ class PipelineSession:
     def trace(self, on: bool) -> None:
         """Record the following steps, or stop doing so."""
         self.engine.tracer = self.tracer if on else None
+
+    def keep(self, cache: Cache | None, fills: CachedFillsOf | None = None) -> None:
+        """Show a cache what is encoded from now on; None: no longer.
+
+        `fills` are those of steps whose next batch's encodings are at hand; by default the plan's,
+        without the layers that are idle then.
+        """
+        self._cache, self.cached_fills = cache, fills
+        self._programs.clear()
+        self.engine.buffers.forget()
 
     def refill(self, plan: Plan) -> None:
         """Use other fills from the next step on; what was encoded ahead stays valid.
@@ -139,6 +173,8 @@ class PipelineSession:
         reduce: bool = True,
         bucket: str = BASE,
         next_bucket: str = BASE,
+        kept: Groups | None = None,
+        next_kept: Groups | None = None,
     ) -> StepResult:
         """Run one micro-step of an accumulation window, or one evaluation batch.
 
@@ -155,17 +191,13 @@ class PipelineSession:
             reduce: Whether gradients are complete after this step (last of the window).
             bucket: Shape class of the batch.
             next_bucket: Shape class of the next batch.
+            kept: What the cache has of the batch, the same groups on every rank.
+            next_kept: The same of the next batch.
 
         Raises:
             PlanError: The batch has fewer samples than the pipeline needs, or its class is unknown.
         """
-        ahead_of = self._ahead if training else None
-        encoded = ahead_of is not None
-        if ahead_of is not None and ahead_of != (bucket, sizes):
-            raise PlanError(
-                f"encoded ahead for batch sizes {_batch(*ahead_of)}, got {_batch(bucket, sizes)}; "
-                "call forget() when the next batch is not the one that was announced"
-            )
+        encoded = training and self._is_encoded(bucket, sizes)
         shape = StepShape(
             sizes=sizes,
             next_sizes=next_sizes,
@@ -175,16 +207,20 @@ class PipelineSession:
             reduce=reduce,
             bucket=bucket,
             next_bucket=BASE if next_sizes is None else next_bucket,
+            cached=() if encoded else tuple(sorted(kept or ())),
+            next_cached=() if next_sizes is None else tuple(sorted(next_kept or ())),
         )
         program = self.program(shape)
-        self.last_pair = (bucket, bucket if next_sizes is None else next_bucket)
+        following = bucket if next_sizes is None else next_bucket
+        self.last_pair, self.last_cached = (bucket, following), shape.next_cached
         this = self._banks[0] if training else Encodings(self.graph, self.position, self.device)
         if not encoded:
-            this.begin(self._fields(batch), sizes, self.graphs[bucket])
+            this.begin(self._fields(batch, kept), sizes, self._graph(bucket, shape.cached))
         ahead = None
         if next_sizes is not None:
             ahead = self._banks[1]
-            ahead.begin(self._fields(next_batch or {}), next_sizes, self.graphs[next_bucket])
+            fields = self._fields(next_batch or {}, next_kept)
+            ahead.begin(fields, next_sizes, self._graph(next_bucket, shape.next_cached))
         inputs = StepInputs(
             this=this,
             next=ahead,
@@ -192,11 +228,24 @@ class PipelineSession:
             batch_index=batch_index,
             dropout=training if dropout is None else dropout,
         )
+        self._frozen.keeper = self._cache if training else None
         result = self.engine.run(program, inputs)
         if training:
+            if self._cache is not None:
+                self._cache.step_ended()
             self._ahead = None if next_sizes is None else (next_bucket, next_sizes)
             self._banks.reverse()
         return result
+
+    def _is_encoded(self, bucket: str, sizes: tuple[int, ...]) -> bool:
+        """Whether the step before has encoded the batch."""
+        if self._ahead not in (None, (bucket, sizes)):
+            raise PlanError(
+                f"encoded ahead for batch sizes {_batch(*self._ahead)}, got "
+                f"{_batch(bucket, sizes)}; call forget() when the next batch is not the one that "
+                "was announced"
+            )
+        return self._ahead is not None
 
     def close(self) -> None:
         """Release the transport's channels."""
@@ -222,7 +271,9 @@ class PipelineSession:
         unknown = [name for name in pair if name not in self.graphs]
         if unknown:
             raise PlanError(f"shape class {unknown[0]!r} is none of {', '.join(self.graphs)}")
-        if self.fills is not None and shape.next_sizes is not None and pair != (BASE, BASE):
+        if shape.next_cached and self.cached_fills is not None:
+            plan = replace(plan, fills=self.cached_fills(*pair, shape.next_cached))
+        elif self.fills is not None and shape.next_sizes is not None and pair != (BASE, BASE):
             plan = replace(plan, fills=self.fills(*pair))
         total = sum(shape.sizes)
         if total < plan.num_microbatches:
@@ -230,12 +281,21 @@ class PipelineSession:
             plan = replace(plan, num_microbatches=max(total, 1))
         schedule = schedule_of(plan, self_conditioned=shape.self_conditioned)
         check_schedule(schedule, plan, self.graph, self_conditioned=shape.self_conditioned)
-        graph, ahead = self.graphs[shape.bucket], self.graphs[shape.next_bucket]
+        graph = self._graph(shape.bucket, shape.cached)
+        ahead = self._graph(shape.next_bucket, shape.next_cached)
         programs = lower(plan, schedule, graph, shape, group=self.group, next_graph=ahead)
         check_programs(programs)
         return programs
 
-    def _fields(self, batch: Mapping[str, Tensor]) -> dict[int, Tensor]:
+    def _graph(self, bucket: str, cached: tuple[int, ...]) -> ModelGraph:
+        graph = self.graphs[bucket]
+        if not cached:
+            return graph
+        if self._cache is None:
+            raise PlanError("kept encodings were given to a session without a cache; call keep()")
+        return self._cache.cut.only(cached).graph(graph)
+
+    def _fields(self, batch: Mapping[str, Tensor], kept: Groups | None) -> dict[int, Tensor]:
         wanted = self._inputs
         missing = sorted(set(wanted) - set(batch))
         if missing:
@@ -243,10 +303,12 @@ class PipelineSession:
                 f"the batch has no field {missing[0]!r} (it has: {', '.join(sorted(batch))}); "
                 "PipelineSpec.inputs declares it"
             )
-        return {
+        fields = {
             v: batch[name] if v == self._on_host else batch[name].to(self.device, non_blocking=True)
             for name, v in wanted.items()
         }
+        at_hand = (item for group in (kept or {}).values() for item in group.items())
+        return fields | {v: t.to(self.device, non_blocking=True) for v, t in at_hand}
 
 
 def _batch(bucket: str, sizes: tuple[int, ...]) -> str:

@@ -1,7 +1,7 @@
 """Ties a Trainer's loaders to the strategy: what `lookahead` needs to know about the loop."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from lightning_dpipe.core.buckets import BASE
 from lightning_dpipe.models.spec import PipelineSpec
 from lightning_dpipe.strategy.callbacks.bubble_fill import BubbleFill
 from lightning_dpipe.strategy.collectives import HostLink
-from lightning_dpipe.strategy.lookahead import AgreedLoader, LoaderLinks, Outlook, agreed
+from lightning_dpipe.strategy.lookahead import AgreedLoader, Kept, LoaderLinks, Outlooks, agreed
 
 
 def fills_bubbles(trainer: Any) -> bool:
@@ -26,8 +26,7 @@ def wrap_loader(
     *,
     spec: PipelineSpec,
     link: HostLink,
-    announce: Callable[[Outlook, bool], None],
-    clear: Callable[[], None],
+    outlooks: Outlooks,
 ) -> AgreedLoader:
     """Make all ranks agree on a loader's batches; in training look one ahead for `BubbleFill`.
 
@@ -36,8 +35,8 @@ def wrap_loader(
         trainer: Says which loop the loader is for, and when it ends.
         spec: Declares the batch fields and their shape classes.
         link: Asks all ranks.
-        announce: Called with each outlook and whether it is for training.
-        clear: Forgets training batches that were announced but not run.
+        outlooks: Where batches are announced; training forgets those that were not run. It also
+            has what looks batches up in a cache, if there is one.
     """
     if isinstance(loader, AgreedLoader):
         return loader
@@ -49,18 +48,31 @@ def wrap_loader(
     links = LoaderLinks(
         exchange=link.gather,
         num_samples=partial(_count, field=next(iter(spec.inputs))),
-        announce=lambda outlook: announce(outlook, training),
-        clear=clear if training else lambda: None,
+        announce=lambda outlook: outlooks.announce(outlook, training),
+        clear=outlooks.training.clear if training else lambda: None,
         limit=lambda: float(trainer.num_training_batches),
         next_epoch=partial(_next_epoch, trainer),
         buckets=spec.buckets,
         bucket_of=partial(_bucket, spec=spec),
         raise_together=link.raise_together,
+        recall=partial(_recall, outlooks, training),
+        settle=partial(_settle, outlooks, training, loader),
     )
     stage = trainer.state.stage
     name = "train" if training or stage is None else str(stage.value)
     ahead = training and fills_bubbles(trainer)
     return agreed(loader, links, name=name, ahead=ahead, strict=not training)
+
+
+# A loader may be wrapped before there is a plan, and so before there is a cache.
+def _recall(outlooks: Outlooks, training: bool, batch: Any, ahead: int) -> Kept | None:
+    recall = outlooks.recall if training else None
+    return None if recall is None else recall(batch, ahead)
+
+
+def _settle(outlooks: Outlooks, training: bool, loader: Any) -> None:
+    if training and outlooks.recall is not None:
+        outlooks.recall.settle(loader)
 
 
 def loader_batch_size(loaders: Any) -> int | None:

@@ -8,11 +8,13 @@ join. With `ahead` one batch is held back, also across epochs, so that its froze
 the bubbles of the step before it.
 """
 
+import functools
 import logging
+import operator
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from lightning_dpipe.core.buckets import BASE, agreed_bucket
 from lightning_dpipe.core.errors import DPipeError, UnsupportedError
@@ -25,13 +27,43 @@ _REFUSED = -3
 _SIZE_BITS = 32
 """A batch is announced as one integer: its size, and above these bits the index of its class."""
 
+_CLASS_BITS = 16
+_GROUPS_AT = _SIZE_BITS + _CLASS_BITS
+"""The bits from here on say which groups of kept encodings are at hand for the whole batch."""
+
+MOST_GROUPS = 63 - _GROUPS_AT
+"""So many groups can be announced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What a cache has of batch `number`: by group, ``[batch, ...]`` tensors by value."""
+
+    number: int
+    groups: Mapping[int, Mapping[int, Any]]
+
+    @property
+    def mask(self) -> int:
+        """The groups as bits."""
+        return sum(1 << group for group in self.groups)
+
+    def only(self, mask: int) -> "Kept | None":
+        """What all ranks have; None: nothing."""
+        left = {group: values for group, values in self.groups.items() if mask >> group & 1}
+        return replace(self, groups=left) if left else None
+
+    def of(self, number: int) -> Mapping[int, Mapping[int, Any]] | None:
+        """The groups, unless the batch has become another one: then its draws are others."""
+        return self.groups if number == self.number else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
     """What all ranks know about a batch; `ticket` and `next_ticket` say which batch is which.
 
     `sizes` are local batch sizes by global rank, `bucket` is the shape class of every rank's batch.
-    Without a next batch the `next_` fields are None.
+    Without a next batch the `next_` fields are None. `kept` and `next_kept` are what a cache has of
+    this rank's batches, given on all ranks or on none.
     """
 
     ticket: int
@@ -41,12 +73,28 @@ class Outlook:
     next_sizes: tuple[int, ...] | None = None
     bucket: str = BASE
     next_bucket: str = BASE
+    kept: Kept | None = None
+    next_kept: Kept | None = None
+
+
+class Looker(Protocol):
+    """Looks training batches up in a cache; see `strategy.cache.recall`."""
+
+    def __call__(self, batch: Any, ahead: int) -> Kept | None:
+        """What is kept of the batch; `ahead` is 1 if another one is announced before it."""
+
+    def settle(self, loader: Any) -> None:
+        """Wait for all ranks' entries; refuse data that is never the same again. Collective."""
 
 
 class Outlooks:
-    """Announced batches that no step has run yet, oldest first: of training and of evaluation."""
+    """Announced batches that no step has run yet, oldest first: of training and of evaluation.
+
+    `recall` looks training batches up before they are announced, if there is a cache.
+    """
 
     def __init__(self) -> None:
+        self.recall: Looker | None = None
         self.training: deque[Outlook] = deque()
         self.evaluation: deque[Outlook] = deque()
 
@@ -64,6 +112,8 @@ class LoaderLinks:
     epoch starts. `limit` is the number of batches that the loop takes from one epoch. `next_epoch`
     is the number of the epoch after this one, or None when training ends here. `bucket_of` tells
     a batch's shape class, one of `buckets`, or raises; `raise_together` makes that every rank's.
+    `recall` looks a batch up in a cache: 1 if another one is announced before it, else 0; `settle`
+    comes before an epoch's first look.
     """
 
     exchange: Callable[[int], tuple[int, ...]]
@@ -75,6 +125,8 @@ class LoaderLinks:
     buckets: tuple[str, ...] = (BASE,)
     bucket_of: Callable[[Any], str] = lambda batch: BASE
     raise_together: Callable[[Exception | None], None] = lambda error: _raise(error)
+    recall: Callable[[Any, int], Kept | None] = lambda batch, ahead: None
+    settle: Callable[[], None] = lambda: None
 
 
 class AgreedLoader:
@@ -130,7 +182,7 @@ class AgreedLoader:
     def _epoch(self) -> Iterator[Any]:
         self.links.clear()
         source = self._open()
-        current = source.first if source.first is not None else self._take(source)
+        current = source.first if source.first is not None else self._take(source, 0)
         count = 0
         while current is not None:
             count += 1
@@ -144,45 +196,51 @@ class AgreedLoader:
                     next_sizes=following.sizes if following else None,
                     bucket=current.bucket,
                     next_bucket=following.bucket if following else BASE,
+                    kept=current.kept,
+                    next_kept=following.kept if following else None,
                 )
             )
             yield current.batch
             if self.ahead:
                 current = following if self._prepared is None else None
             else:
-                current = self._take(source)
+                current = self._take(source, 0)
 
     def _open(self) -> "_Source":
         """Start an epoch: with the iterator made ahead for it, or a new one."""
         prepared, self._prepared = self._prepared, None
         if prepared is not None and prepared[0] == self._epoch_of_sampler(prepared[0]):
             return prepared[1]
+        self.links.settle()
         return _Source(iter(self.loader))
 
     def _following(self, source: "_Source", count: int) -> "_Batch | None":
         """Fetch the batch after the current one, from the next epoch when this one ends here."""
         snapshot = getattr(self.loader, "state_dict", None)
         self._state = snapshot() if snapshot is not None else None
-        if count < self.links.limit() and (batch := self._take(source)) is not None:
+        if count < self.links.limit() and (batch := self._take(source, 1)) is not None:
             return batch
         epoch = self.links.next_epoch()
         if epoch is None:
             return None
         for sampler in self._samplers():
             sampler.set_epoch(epoch)
+        self.links.settle()
         upcoming = _Source(iter(self.loader))
-        upcoming.first = self._take(upcoming)
+        upcoming.first = self._take(upcoming, 1)
         self._prepared = (epoch, upcoming)
         return upcoming.first
 
-    def _take(self, source: "_Source") -> "_Batch | None":
-        """Take one batch on every rank, or none on any."""
+    def _take(self, source: "_Source", ahead: int) -> "_Batch | None":
+        """Take one batch on every rank, or none on any; `ahead` as in `LoaderLinks.recall`."""
         batch = next(source.iterator, None)
-        mine, error = _ENDED, None
+        mine, error, kept = _ENDED, None, None
         if batch is not None:
             try:
                 index = self.links.buckets.index(self.links.bucket_of(batch))
                 mine = (index << _SIZE_BITS) + self.links.num_samples(batch)
+                kept = self.links.recall(batch, ahead)
+                mine += 0 if kept is None else kept.mask << _GROUPS_AT
             except DPipeError as refused:
                 mine, error = _REFUSED, refused
         told = self.links.exchange(mine)
@@ -192,8 +250,11 @@ class AgreedLoader:
         if min(sizes) > 0:
             self._tickets += 1
             names = self.links.buckets
-            bucket = agreed_bucket(names, {r: names[x >> _SIZE_BITS] for r, x in enumerate(told)})
-            return _Batch(ticket=self._tickets, batch=batch, sizes=sizes, bucket=bucket)
+            classes = [x >> _SIZE_BITS & (1 << _CLASS_BITS) - 1 for x in told]
+            bucket = agreed_bucket(names, {r: names[c] for r, c in enumerate(classes)})
+            if kept is not None:
+                kept = kept.only(functools.reduce(operator.and_, (x >> _GROUPS_AT for x in told)))
+            return _Batch(ticket=self._tickets, batch=batch, sizes=sizes, bucket=bucket, kept=kept)
         if max(sizes) != _ENDED:
             ended = [rank for rank, size in enumerate(sizes) if size <= 0]
             self._unequal(f"ranks {ended} have no batch left, the others do")
@@ -249,6 +310,7 @@ class _Batch:
     batch: Any
     sizes: tuple[int, ...]
     bucket: str
+    kept: Kept | None
 
 
 class _Source:

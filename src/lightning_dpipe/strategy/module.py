@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_dpipe.core.errors import SpecError
 from lightning_dpipe.models.spec import DRAW_KEY, PipelineSpec
-from lightning_dpipe.objective.draws import coin
+from lightning_dpipe.objective.draws import at_level, coin
 from lightning_dpipe.strategy.local import num_samples, sample_losses, select_fields
 
 _CONSUMED = "dpipe_batches_consumed"
@@ -48,6 +48,7 @@ class DiffusionModule(LightningModule):
         self._given_seed = seed
         self._spec: PipelineSpec | None = None
         self._frozen_modules: tuple[nn.Module, ...] = ()
+        self._evaluated: tuple[dict[str, Tensor], bool] | None = None
         self._seen: dict[int, int] = {}  # loader -> this rank's samples before the current batch
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -161,6 +162,22 @@ class DiffusionModule(LightningModule):
         losses, _ = self._evaluation_losses(batch, batch_idx, dataloader_idx)
         return torch.stack([loss.mean() for loss in losses.values()]).sum()
 
+    def losses_at(self, level: int) -> tuple[Tensor, int]:
+        """Mean loss of the batch evaluated last with a fixed timestep, and its samples.
+
+        `level` is as in `objective.draws.at_level`. Call it on every rank.
+        """
+        runner = getattr(getattr(self.trainer.strategy, "installed", None), "runner", None)
+        if runner is not None:
+            means, count = runner.evaluate_at(level)
+        else:
+            assert self._evaluated is not None, "a batch was evaluated before"
+            fields, coined = self._evaluated
+            again = {**fields, DRAW_KEY: at_level(fields[DRAW_KEY], level)}
+            losses = sample_losses(self.spec, again, self_conditioned=coined)
+            means, count = {k: v.mean() for k, v in losses.items()}, num_samples(fields)
+        return functools.reduce(torch.add, means.values()), count
+
     def log_losses(self, stage: str, means: Mapping[str, Tensor], count: int) -> Tensor:
         """Log the total and, with several backbones, each one's loss; return the total.
 
@@ -206,6 +223,7 @@ class DiffusionModule(LightningModule):
         count = num_samples(fields)
         fields[DRAW_KEY] = self.evaluation_keys(count, batch_idx, dataloader_idx)
         coined = self.is_self_conditioned(-(1 + dataloader_idx))
+        self._evaluated = (fields, coined)
         return sample_losses(self.spec, fields, self_conditioned=coined), count
 
     def _place(self) -> tuple[int, int]:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from lightning_dpipe.core.errors import DPipeError
 from lightning_dpipe.models.spec import DRAW_KEY
+from lightning_dpipe.objective.draws import at_level
 from lightning_dpipe.runtime.engine import StepResult
-from lightning_dpipe.strategy.assemble import PipelineSession
+from lightning_dpipe.strategy.assemble import Groups, PipelineSession
 from lightning_dpipe.strategy.local import Named, num_samples, select_fields
 from lightning_dpipe.strategy.lookahead import Outlook, Outlooks
 from lightning_dpipe.strategy.module import DiffusionModule
@@ -41,6 +42,7 @@ class StepRunner:
         self.replanned: Mapping[str, float] = {}
         self._prepare = prepare
         self._promised: int | None = None
+        self._evaluated: tuple[Named, Outlook, int] | None = None
 
     @property
     def looks_ahead(self) -> bool:
@@ -64,6 +66,7 @@ class StepRunner:
         if self._promised != outlook.ticket:
             session.forget()
         self._promised = None  # until the step is through
+        kept, upcoming_kept = self._kept(outlook)
         total = sum(outlook.sizes)
         conditioned = module.is_self_conditioned(module.batches_consumed)
         traced = self._traces(outlook, conditioned)
@@ -78,11 +81,22 @@ class StepRunner:
             reduce=reduce,
             bucket=outlook.bucket,
             next_bucket=outlook.next_bucket,
+            kept=kept,
+            next_kept=upcoming_kept,
         )
         self._promised = outlook.next_ticket
         module.batches_consumed += 1
         self.replanned = self._replan(self.last, traced) if traced is not None else {}
         return self._means(self.last.loss_sum, total), total
+
+    def _kept(self, outlook: Outlook) -> tuple[Groups | None, Groups | None]:
+        """What a cache has of the batch and of the next one; all ranks find the same batches."""
+        number = self.module.batches_consumed
+        kept, following = outlook.kept, outlook.next_kept
+        return (
+            None if kept is None else kept.of(number),
+            None if following is None else following.of(number + 1),
+        )
 
     def _traces(self, outlook: Outlook, conditioned: bool) -> bool | None:
         """Trace the step that comes if the replanner wants it: whether it is traced anyway."""
@@ -91,6 +105,9 @@ class StepRunner:
         session = self.session
         full = (session.plan.batch_size,) * session.plan.world_size
         steady = outlook.sizes == outlook.next_sizes == full and session.encoded_ahead
+        steady = (
+            steady and outlook.next_kept is None
+        )  # else the plan's fills are not those that run
         if not self.replanner.wants(steady=steady, self_conditioned=conditioned):
             return None
         before = session.engine.tracer is not None
@@ -106,17 +123,26 @@ class StepRunner:
     def evaluate(self, batch: Any, batch_idx: int, dataloader_idx: int) -> tuple[Named, int]:
         """Run one batch forward only, under the loader's fixed noise; returns as `train`."""
         outlook = _take(self.evaluation)
-        module = self.module
         fields, count = self._fields(batch, outlook)
-        keys = module.evaluation_keys(count, batch_idx, dataloader_idx)
-        fields[DRAW_KEY] = keys
+        fields[DRAW_KEY] = self.module.evaluation_keys(count, batch_idx, dataloader_idx)
+        self._evaluated = (fields, outlook, dataloader_idx)
+        return self._forward(fields, outlook, dataloader_idx)
+
+    def evaluate_at(self, level: int) -> tuple[Named, int]:
+        """The batch evaluated last, with a fixed timestep; see `objective.draws.at_level`."""
+        assert self._evaluated is not None, "evaluate() comes first"
+        fields, outlook, dataloader_idx = self._evaluated
+        keys = at_level(fields[DRAW_KEY], level)
+        return self._forward({**fields, DRAW_KEY: keys}, outlook, dataloader_idx)
+
+    def _forward(self, fields: Named, outlook: Outlook, dataloader_idx: int) -> tuple[Named, int]:
         total = sum(outlook.sizes)
         result = self.session.step(
             fields,
             sizes=self._of_group(outlook.sizes),
             batch_index=0,
             loss_scale=0.0,
-            self_conditioned=module.is_self_conditioned(-(1 + dataloader_idx)),
+            self_conditioned=self.module.is_self_conditioned(-(1 + dataloader_idx)),
             training=False,
             reduce=False,
             bucket=outlook.bucket,

@@ -32,6 +32,7 @@ from lightning_dpipe.planning.search import Auto
 from lightning_dpipe.runtime.reduce import open_reducer
 from lightning_dpipe.strategy import checkpoint as files
 from lightning_dpipe.strategy.batch_size import find_batch_size
+from lightning_dpipe.strategy.cache.recall import attach
 from lightning_dpipe.strategy.clipping import clip_by_norm, total_norm
 from lightning_dpipe.strategy.gradients import GradientStash
 from lightning_dpipe.strategy.installed import Installation
@@ -153,8 +154,7 @@ class DiffusionPipeStrategy(RankedStrategy):
         """A rank with its stages, once there is a plan."""
         if self._installed is None:
             return f"rank {rank}"
-        _, device = self.plan.locate(rank)
-        stages = ", ".join(map(str, self.plan.stages_on(device)))
+        stages = ", ".join(map(str, self.plan.stages_on(self.plan.locate(rank)[1])))
         return f"rank {rank} (stage {stages})"
 
     # Setup
@@ -216,6 +216,7 @@ class DiffusionPipeStrategy(RankedStrategy):
         reducer = partial(open_reducer, rank=self.global_rank, device=self.root_device)
         runner = partial(StepRunner, prepare=self._prepare_next, outlooks=self._outlooks)
         self._installed = Installation.of(module, self.options, setting, self.link, reducer, runner)
+        attach(self._installed, module, setting, self.link, self._outlooks)
         self._stash = None
         if module.trainer.state.fn == TrainerFn.FITTING:
             built = self._installed.built
@@ -260,8 +261,7 @@ class DiffusionPipeStrategy(RankedStrategy):
             self._module.trainer,
             spec=self._module.spec,
             link=self.link,
-            announce=self._outlooks.announce,
-            clear=self._outlooks.training.clear,
+            outlooks=self._outlooks,
         )
 
     def _prepare_next(self, batch: Any) -> Any:

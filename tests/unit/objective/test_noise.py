@@ -5,8 +5,9 @@ import torch
 from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_dpipe.core.errors import SpecError
 from lightning_dpipe.models.spec import DRAW_KEY, FrozenComponent
-from lightning_dpipe.objective.draws import integers, normal
+from lightning_dpipe.objective.draws import NUM_LEVELS, at_level, integers, levels, normal
 from lightning_dpipe.objective.losses import min_snr_weights
 from lightning_dpipe.objective.noise import TimestepDensity, noise_component
 from lightning_dpipe.objective.schedule import NoiseSchedule
@@ -104,3 +105,53 @@ def test_a_fake_tensor_trace_gets_through() -> None:
         "target": (3, 4, 8, 8),
         "weight": (3,),
     }
+
+
+@pytest.mark.parametrize("loader", [0, 3])
+@pytest.mark.parametrize("density", ["uniform", "logit_normal"])
+def test_a_level_fixes_the_timestep_and_no_other_draw(loader: int, density: str) -> None:
+    scheduler = FlowMatchEulerDiscreteScheduler() if density != "uniform" else DDPMScheduler()
+    schedule = NoiseSchedule.from_scheduler(scheduler)
+    component = noise_component(schedule, seed=3, density=TimestepDensity(density))
+    latents, key = torch.randn(6, 2, 4, 4), keys(-1 - loader, 6)
+    assert levels(key).tolist() == [0] * 6
+    for level in range(1, NUM_LEVELS):
+        fixed = at_level(key, level)
+        assert levels(fixed).tolist() == [level] * 6
+        written = run(component, latents, fixed)
+        noise = normal(3, "noise", key, (2, 4, 4))
+        at = int((schedule.timesteps == float(written["timestep"][0])).nonzero()[0][0])
+        index = torch.full((6,), at)
+        assert torch.equal(written["timestep"], schedule.timestep(index))
+        assert torch.equal(written["noisy"], schedule.add_noise(latents, noise, index))
+        below = float((schedule.timesteps < float(written["timestep"][0])).mean())
+        assert below == pytest.approx(level / NUM_LEVELS, abs=2 / schedule.num_steps)
+        assert torch.equal(at_level(fixed, level), fixed)
+
+
+def test_a_level_needs_a_validation_key_and_is_one_of_nine() -> None:
+    with pytest.raises(SpecError, match=r"level 3 for draw keys of batches \[0\]"):
+        at_level(keys(0, 2), 3)
+    for level in (0, NUM_LEVELS):
+        with pytest.raises(SpecError, match="expected a level of 1 to 9"):
+            at_level(keys(-1, 2), level)
+
+
+def test_noise_offset_shifts_each_channel_by_a_draw_of_its_own() -> None:
+    schedule = NoiseSchedule.from_scheduler(DDPMScheduler())
+    latents, key = torch.randn(5, 3, 4, 4), keys(2, 5)
+    plain = run(noise_component(schedule, seed=3), latents, key)
+    shifted = run(noise_component(schedule, seed=3, noise_offset=0.1), latents, key)
+    shift = normal(3, "noise_offset", key, (3, 1, 1))
+    noise = normal(3, "noise", key, (3, 4, 4)) + 0.1 * shift
+    index = integers(3, "timestep", key, 1000)
+    assert torch.equal(shifted["target"], noise)
+    assert torch.equal(shifted["noisy"], schedule.add_noise(latents, noise, index))
+    assert torch.equal(shifted["timestep"], plain["timestep"])
+    assert not torch.equal(shift[0], shift[1])
+    many = normal(3, "noise_offset", keys(2, 4000), (3, 1, 1))
+    assert float(many.std()) == pytest.approx(1.0, abs=0.05)
+    none = run(noise_component(schedule, seed=3, noise_offset=0.0), latents, key)
+    assert all(torch.equal(none[name], plain[name]) for name in plain)
+    with pytest.raises(SpecError, match=r"noise_offset is -0\.1"):
+        noise_component(schedule, seed=3, noise_offset=-0.1)

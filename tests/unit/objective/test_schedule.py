@@ -103,3 +103,22 @@ def test_unknown_schedulers_and_predictions_are_refused() -> None:
         NoiseSchedule.from_scheduler(KarrasVeScheduler())
     with pytest.raises(UnsupportedError, match="prediction_type is 'x_start'"):
         NoiseSchedule.from_scheduler(DDPMScheduler(prediction_type="x_start"))
+
+
+def test_an_override_of_the_prediction_that_disagrees_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scheduler = DDPMScheduler(prediction_type="epsilon")
+    same = NoiseSchedule.from_scheduler(scheduler, prediction="epsilon")
+    assert same.prediction is Prediction.EPSILON
+    assert not caplog.records
+    other = NoiseSchedule.from_scheduler(scheduler, prediction="v_prediction")
+    assert other.prediction is Prediction.V
+    assert "predict v_prediction, but its scheduler is configured for epsilon" in caplog.text
+    x0, noise, index = torch.randn(2, 3), torch.randn(2, 3), torch.tensor([10, 900])
+    v = DDPMScheduler(prediction_type="v_prediction").get_velocity(x0, noise, index)
+    assert torch.equal(other.target(x0, noise, index), v)
+    with pytest.raises(UnsupportedError, match="prediction_type is 'x_start'"):
+        NoiseSchedule.from_scheduler(scheduler, prediction="x_start")
+    with pytest.raises(UnsupportedError, match="whose models predict 'flow_prediction'"):
+        NoiseSchedule.from_scheduler(FlowMatchEulerDiscreteScheduler(), prediction="epsilon")

@@ -2,7 +2,7 @@
 
 In:     the weights after every optimizer step.
 Out:    averaged weights by full name, whole on rank 0 and in the checkpoint, where they are kept
-        beside the weights and never in their place.
+        beside the weights and never in their place; validation and tests run with them.
 Source: the warm-up of the decay, ``(1 + t) / (10 + t)``, is TensorFlow's ``num_updates`` rule.
 
 In bfloat16 an average with decay 0.9999 never moves: the steps are below its resolution.
@@ -20,23 +20,27 @@ from lightning_dpipe.strategy.collectives import HostLink, move_to_root
 
 
 class EMA(Callback):
-    """Keep averaged weights for sampling and in checkpoints.
+    """Keep averaged weights for validation, sampling and checkpoints.
 
     Args:
         decay: Weight of the past; reached after about ``10 / (1 - decay)`` steps.
+        evaluate: Whether validation and tests run with the average, so that ``val/loss`` is that of
+            the weights that will be used; False: with the weights as they are.
 
     Raises:
         DPipeError: `decay` is not in ``[0, 1)``.
     """
 
-    def __init__(self, decay: float = 0.999) -> None:
+    def __init__(self, decay: float = 0.999, *, evaluate: bool = True) -> None:
         if not 0.0 <= decay < 1.0:
             raise DPipeError(f"EMA decay is {decay}; expected a value in [0, 1), such as 0.999")
         self.decay = decay
+        self.evaluate = evaluate
         self.num_updates = 0
         self.average: dict[str, Tensor] = {}
         self._link: HostLink | None = None
         self._restored: Mapping[str, Any] | None = None
+        self._raw: dict[torch.nn.Parameter, Tensor] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget an earlier run's average: a checkpoint may arrive before training starts."""
@@ -47,11 +51,7 @@ class EMA(Callback):
 
         A strategy that cuts the model reads the checkpoint after this hook, others before it.
         """
-        self._link = getattr(trainer.strategy, "link", None) or HostLink()
-        self.num_updates = 0
-        self.average = {name: p.detach().clone().float() for name, p in _own(pl_module).items()}
-        if self._restored is not None:
-            self._restore(self._restored)
+        self._begin(trainer, pl_module)
 
     @torch.no_grad()
     def on_train_batch_end(
@@ -64,6 +64,38 @@ class EMA(Callback):
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
         for name, p in _own(pl_module).items():
             self.average[name].lerp_(p.detach().float(), 1.0 - decay)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Evaluate with the average; outside a fit with what a checkpoint has brought, if any."""
+        if not self.evaluate:
+            return
+        if not self.average and self._restored is not None:
+            self._begin(trainer, pl_module)
+        for name, p in _own(pl_module).items():
+            if name in self.average:
+                # Another tensor under the parameter: the weights themselves are not touched.
+                self._raw[p] = p.data
+                p.data = self.average[name].to(p.dtype, copy=True)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go on with the weights as they were."""
+        for p, raw in self._raw.items():
+            p.data = raw
+        self._raw = {}
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """As in validation."""
+        self.on_validation_start(trainer, pl_module)
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """As in validation."""
+        self.on_validation_end(trainer, pl_module)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """A checkpoint written on the way out holds the weights, not the average."""
+        self.on_validation_end(trainer, pl_module)
 
     def gather(self) -> dict[str, Tensor]:
         """All averaged weights on rank 0, nothing elsewhere. Call it on every rank."""
@@ -91,6 +123,13 @@ class EMA(Callback):
             self._restore(state_dict)
         else:
             self._restored = state_dict
+
+    def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._link = getattr(trainer.strategy, "link", None) or HostLink()
+        self.num_updates = 0
+        self.average = {name: p.detach().clone().float() for name, p in _own(pl_module).items()}
+        if self._restored is not None:
+            self._restore(self._restored)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self._restored = None

@@ -22,7 +22,7 @@ from lightning_dpipe.planning.schedules.of_plan import schedule_of
 from lightning_dpipe.runtime.trace import merge
 from lightning_dpipe.simulation.render import save_png
 from lightning_dpipe.simulation.simulate import simulate
-from lightning_dpipe.strategy.pair_fills import PairFills
+from lightning_dpipe.strategy.pair_fills import CachedFills, PairFills
 from lightning_dpipe.strategy.recorder import Recorder
 from lightning_dpipe.strategy.strategy import DiffusionPipeStrategy
 
@@ -122,9 +122,13 @@ class Ledger(Callback):
         if built.profile is None:
             return None
         plan, profile, session = built.plan, built.profile, strategy.installed.session
-        if isinstance(session.fills, PairFills) and session.last_pair != (BASE, BASE):
-            plan = replace(plan, fills=session.fills(*session.last_pair))
-            profile = session.fills.profile(*session.last_pair)
+        pair, groups = session.last_pair, session.last_cached
+        if groups and isinstance(session.cached_fills, CachedFills):
+            plan = replace(plan, fills=session.cached_fills(*pair, groups))
+            profile = session.cached_fills.profile(*pair, groups)
+        elif pair != (BASE, BASE) and isinstance(session.fills, PairFills):
+            plan = replace(plan, fills=session.fills(*pair))
+            profile = session.fills.profile(*pair)
         sizes = (plan.batch_size,) * plan.num_devices
         shape = StepShape(
             sizes=sizes,

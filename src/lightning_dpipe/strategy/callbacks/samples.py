@@ -2,7 +2,8 @@
 
 In:     a module with ``draw_samples(fields, num_steps=, guidance=)`` and a datamodule of map-style
         datasets whose samples hold ``image``.
-Out:    a PNG at the end of training, in W&B too, and how near the samples came to what was asked.
+Out:    a PNG at the end of training, and during it if asked for, in W&B too, and how near the
+        samples came to what was asked.
 
 Sampling runs in one process, on rank 0, from the weights of all stages (averaged ones, if there is
 an `EMA` callback); the other ranks wait.
@@ -15,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils.data import default_collate
 
@@ -53,23 +55,32 @@ class Drawn:
 
 
 class SampleGrid(Callback):
-    """Draw the held-out captions (or labels) when training ends.
+    """Draw the held-out captions (or labels) when training ends, always from the same noise.
 
     Args:
-        path: The PNG to write.
+        path: The PNG to write; those drawn during training have ``_step_N`` in their names.
         num_samples: At most so many of the validation set, in its order.
         num_steps: Steps of the sampler.
         guidance: Classifier-free guidance; 1 is none.
+        every_n_validations: Draw after every so many validations too; None: only at the end.
     """
 
     def __init__(
-        self, path: str | Path, *, num_samples: int = 24, num_steps: int = 30, guidance: float = 2.0
+        self,
+        path: str | Path,
+        *,
+        num_samples: int = 24,
+        num_steps: int = 30,
+        guidance: float = 2.0,
+        every_n_validations: int | None = None,
     ) -> None:
         self.path = Path(path)
         self.num_samples = num_samples
         self.num_steps = num_steps
         self.guidance = guidance
+        self.every_n_validations = every_n_validations
         self.drawn: Drawn | None = None
+        self._validations = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a module that cannot draw before it has trained for hours.
@@ -84,7 +95,21 @@ class SampleGrid(Callback):
                 "(~callbacks.sample_grid)"
             )
 
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw if it is this validation's turn."""
+        if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
+            return
+        self._validations += 1
+        every = self.every_n_validations
+        if every is not None and self._validations % every == 0:
+            name = f"{self.path.stem}_step_{trainer.global_step}{self.path.suffix}"
+            self._draw_together(trainer, pl_module, self.path.with_name(name))
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw the final samples."""
+        self._draw_together(trainer, pl_module, self.path)
+
+    def _draw_together(self, trainer: Trainer, pl_module: LightningModule, path: Path) -> None:
         """Draw on rank 0 with the weights of all ranks."""
         weights = gather_weights(trainer)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -92,10 +117,10 @@ class SampleGrid(Callback):
                 weights = {**weights, **callback.gather()}
         if trainer.is_global_zero:
             with whole_weights(pl_module, weights):
-                self._draw(trainer, pl_module)
+                self._draw(trainer, pl_module, path)
         trainer.strategy.barrier("samples are drawn")
 
-    def _draw(self, trainer: Trainer, module: Any) -> None:
+    def _draw(self, trainer: Trainer, module: Any, path: Path) -> None:
         datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
         asked = datamodule.val_dataloader().dataset
         shown = list(range(min(self.num_samples, len(asked))))
@@ -104,12 +129,12 @@ class SampleGrid(Callback):
             fields["image"] = module.real_images(fields)
         images = module.draw_samples(fields, num_steps=self.num_steps, guidance=self.guidance)
         captions = _captions(datamodule, fields)
-        save_grid(self.path, {"real": fields["image"], "drawn": images}, captions)
+        save_grid(path, {"real": fields["image"], "drawn": images}, captions)
         # Held-out images come first, so that a sample's number is its image's place.
         others = [x.fields for x in (asked, datamodule.train_dataloader().dataset) if _in_memory(x)]
-        self.drawn = _score(captions, fields, images.cpu(), others or [fields], self.path)
+        self.drawn = _score(captions, fields, images.cpu(), others or [fields], path)
         if trainer.logger is not None and hasattr(trainer.logger, "log_image"):
-            trainer.logger.log_image(key="samples", images=[str(self.path)])
+            trainer.logger.log_image(key="samples", images=[str(path)])
 
 
 def _score(

@@ -102,7 +102,7 @@ class CaptionedModule(LatentModule):
 
     def pipeline_parts(self, source: Source) -> dict[str, Any]:
         """What a diffusers pipeline has beside its backbone."""
-        parts: dict[str, Any] = {"vae": self.vae, "scheduler": self.scheduler}
+        parts: dict[str, Any] = {"vae": self.vae, "scheduler": self.saved_scheduler()}
         for part in self.texts:
             end = suffix(part.place)
             parts[f"text_encoder{end}"] = getattr(self, part.name)

@@ -61,6 +61,8 @@ class LatentConfig:
         timesteps: How training draws them: ``uniform``, or ``logit_normal`` (flow models).
         self_conditioning: Share of steps with a first estimate; None trains without.
         min_snr_gamma: Weigh losses by min-SNR; None weighs all alike.
+        prediction: What the backbone predicts, if not what the scheduler says.
+        noise_offset: See `noise_component`.
         buckets: More shape classes beside the square of `image_size`: (height, width) by name.
         precomputed: Batches hold ``moments`` (mean and log-variance, see `data.latents`) instead of
             images, and the VAE's encoder does not run.
@@ -75,6 +77,8 @@ class LatentConfig:
     timesteps: TimestepDensity | str = TimestepDensity.UNIFORM
     self_conditioning: float | None = None
     min_snr_gamma: float | None = None
+    prediction: str | None = None
+    noise_offset: float = 0.0
     optimizer: AdamWConfig = field(default_factory=AdamWConfig)
     buckets: Mapping[str, Sequence[int]] | None = None
     precomputed: bool = False
@@ -173,7 +177,7 @@ class LatentModule(DiffusionModule):
     @cached_property
     def schedule(self) -> NoiseSchedule:
         """The forward process."""
-        return NoiseSchedule.from_scheduler(self.scheduler)
+        return NoiseSchedule.from_scheduler(self.scheduler, prediction=self.config.prediction)
 
     @cached_property
     def shift(self) -> ResolutionShift | None:
@@ -214,6 +218,7 @@ class LatentModule(DiffusionModule):
             density=TimestepDensity(config.timesteps),
             min_snr_gamma=config.min_snr_gamma,
             shift=self.shift,
+            noise_offset=config.noise_offset,
         )
         encoded = vae_posterior if config.precomputed else vae_encoder
         return (*self.conditioning(), encoded(self.vae, seed=self.seed), noise)
@@ -253,6 +258,15 @@ class LatentModule(DiffusionModule):
         )
         return self.decode(sample(self.denoiser(), self.sampler(), request))
 
+    def saved_scheduler(self) -> Any:
+        """The scheduler that an exported pipeline draws with."""
+        return type(self.scheduler).from_config(self.scheduler.config, **self._override())
+
+    def _override(self) -> dict[str, str]:
+        """What a scheduler that samples must be told of `LatentConfig.prediction`."""
+        prediction = self.config.prediction
+        return {} if prediction is None else {"prediction_type": str(prediction)}
+
     def denoiser(self) -> Any:
         """What turns noisy latents and conditions into the model's output."""
         return backbone_denoiser(self.spec.backbones[0])
@@ -260,7 +274,9 @@ class LatentModule(DiffusionModule):
     def sampler(self) -> Any:
         """A fresh scheduler to draw with: DDIM, or the flow's own."""
         flow = self.schedule.prediction is Prediction.FLOW
-        return (type(self.scheduler) if flow else DDIMScheduler).from_config(self.scheduler.config)
+        return (type(self.scheduler) if flow else DDIMScheduler).from_config(
+            self.scheduler.config, **self._override()
+        )
 
     def timetable(self, num_steps: int) -> dict[str, Any]:
         """What else the sampler is told about its steps."""

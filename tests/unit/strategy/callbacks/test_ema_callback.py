@@ -103,3 +103,88 @@ def test_bad_decay_and_a_foreign_checkpoint_are_refused() -> None:
     ema.average = {"weight": torch.zeros(1)}
     with pytest.raises(DPipeError, match="no averaged weight 'weight'"):
         ema.load_state_dict({"num_updates": 1, "average": {"other": torch.zeros(1)}})
+
+
+class Watched(Drifting):
+    """Notes the weight that validation sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def validation_step(self, batch: Any) -> None:
+        self.seen.append(float(self.weight))
+
+
+class Saving(L.Callback):
+    """Stands before the EMA in the list and keeps what a checkpoint would hold."""
+
+    def __init__(self) -> None:
+        self.files: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.files.append(float(trainer.strategy.lightning_module_state_dict()["weight"]))
+
+
+def validated(ema: EMA, **flags: Any) -> tuple[L.Trainer, Watched, Saving]:
+    module, saving = Watched(), Saving()
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=4, val_check_interval=2, callbacks=[saving, ema],
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, **flags,
+    )  # fmt: skip
+    loader = DataLoader(TensorDataset(torch.zeros(4, 1)))
+    trainer.fit(module, loader, DataLoader(TensorDataset(torch.zeros(1, 1))))
+    return trainer, module, saving
+
+
+def test_validation_sees_the_average_and_training_goes_on_with_the_weights() -> None:
+    trainer, module, saving = validated(EMA(0.5))
+    expected = [0.0, by_hand(0.5, 2), by_hand(0.5, 4)]  # the first is the sanity check
+    assert sorted(set(module.seen)) == pytest.approx(expected, rel=1e-5)
+    assert saving.files == [1.0, 2.0, 3.0, 4.0]
+    assert float(trainer.strategy.lightning_module_state_dict()["weight"]) == 4.0
+    raw = validated(EMA(0.5, evaluate=False))[1]
+    assert sorted(set(raw.seen)) == [0.0, 2.0, 4.0]
+
+
+def test_under_bfloat16_the_average_is_float32_and_the_weights_stay_bfloat16() -> None:
+    ema = EMA(0.5)
+    _, module, _ = validated(ema, precision="bf16-true")
+    assert module.weight.dtype is torch.bfloat16
+    assert float(module.weight) == 4.0
+    assert ema.average["weight"].dtype is torch.float32
+    assert float(ema.average["weight"]) == pytest.approx(by_hand(0.5, 4), rel=1e-6)
+    rounded = float(torch.tensor(by_hand(0.5, 4)).bfloat16())
+    assert module.seen[-1] == rounded
+
+
+def test_a_failure_in_validation_leaves_the_weights() -> None:
+    class Failing(Watched):
+        def validation_step(self, batch: Any) -> None:
+            if not self.trainer.sanity_checking:
+                raise ArithmeticError("as asked")
+
+    ema, module = EMA(0.5), Failing()
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=4, val_check_interval=2, callbacks=[ema], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    loader = DataLoader(TensorDataset(torch.zeros(4, 1)))
+    with pytest.raises(ArithmeticError, match="as asked"):
+        trainer.fit(module, loader, loader)
+    assert float(module.weight) == 2.0
+
+
+def test_validating_a_checkpoint_uses_the_average_in_it(tmp_path: Any) -> None:
+    trainer, _, _ = validated(EMA(0.5))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    module = Watched()
+    again = L.Trainer(
+        accelerator="cpu", callbacks=[EMA(0.5)], logger=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    loader = DataLoader(TensorDataset(torch.zeros(1, 1)))
+    again.validate(module, loader, ckpt_path=tmp_path / "a.ckpt", weights_only=False)
+    assert module.seen == pytest.approx([by_hand(0.5, 4)], rel=1e-5)
+    assert float(module.weight) == 4.0

@@ -101,3 +101,27 @@ def test_a_module_that_cannot_draw_is_refused_before_training() -> None:
     grid: Any = SampleGrid("x.png")
     with pytest.raises(UnsupportedError, match=r"asks LightningModule for draw_samples"):
         grid.setup(None, L.LightningModule(), "fit")
+
+
+def test_every_second_validation_draws_the_same_prompts_under_its_step(tmp_path: Path) -> None:
+    module = Painter()
+    noted: list[Any] = []
+    draw = module.draw_samples
+    module.draw_samples = lambda fields, **how: noted.append(fields) or draw(fields, **how)  # type: ignore[method-assign]
+    ones = {"brush.weight": torch.ones(1, 1), "other.weight": torch.ones(1, 1)}
+    trainer = trainer_with(ones, [])
+    trainer.state = SimpleNamespace(fn="fit")
+    grid = SampleGrid(tmp_path / "samples.png", num_samples=3, every_n_validations=2)
+    for step in range(5):
+        trainer.global_step, trainer.sanity_checking = step, step == 0
+        grid.on_validation_end(trainer, module)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "samples_step_2.png",
+        "samples_step_4.png",
+    ]
+    assert torch.equal(noted[0]["image"], noted[1]["image"])
+    grid.on_train_end(trainer, module)
+    assert (tmp_path / "samples.png").exists()
+    quiet = SampleGrid(tmp_path / "quiet.png")
+    quiet.on_validation_end(trainer, module)
+    assert not list(tmp_path.glob("quiet*"))

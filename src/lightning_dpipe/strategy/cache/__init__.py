@@ -1,0 +1,1 @@
+"""Encodings kept on disk and used again in later epochs."""
