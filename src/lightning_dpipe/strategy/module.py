@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lightning_dpipe.core.errors import SpecError
 from lightning_dpipe.models.spec import DRAW_KEY, PipelineSpec
 from lightning_dpipe.objective.draws import coin
+from lightning_dpipe.strategy.later import Later, build_later, needed_everywhere
 from lightning_dpipe.strategy.local import num_samples, sample_losses, select_fields
 
 _CONSUMED = "dpipe_batches_consumed"
@@ -48,6 +49,7 @@ class DiffusionModule(LightningModule):
         self._given_seed = seed
         self._spec: PipelineSpec | None = None
         self._frozen_modules: tuple[nn.Module, ...] = ()
+        self.later: Later | None = None  # weights that a strategy fills in once it has a plan
         self._seen: dict[int, int] = {}  # loader -> this rank's samples before the current batch
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -226,7 +228,15 @@ def _draw_keys(batch: int, first: int, count: int, rank: int, world_size: int) -
 def _prepared_after(configure_model: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(configure_model)
     def configure_and_prepare(self: DiffusionModule) -> None:
-        configure_model(self)
+        strategy: Any = None if self._trainer is None else self._trainer.strategy
+        if not getattr(strategy, "defers_weights", False):
+            configure_model(self)
+            self.prepare_spec()
+            return
+        later = build_later(self, lambda: configure_model(self), strategy.link)
         self.prepare_spec()
+        if later is not None:
+            later.fill(needed_everywhere(self, self.spec))
+            self.later = later
 
     return configure_and_prepare
