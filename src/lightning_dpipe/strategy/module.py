@@ -21,6 +21,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_dpipe.core.errors import SpecError
+from lightning_dpipe.models.deferred import current_recording
 from lightning_dpipe.models.spec import DRAW_KEY, PipelineSpec
 from lightning_dpipe.objective.draws import coin
 from lightning_dpipe.strategy.later import Later, build_later, needed_everywhere
@@ -229,7 +230,8 @@ def _prepared_after(configure_model: Callable[[Any], None]) -> Callable[[Any], N
     @functools.wraps(configure_model)
     def configure_and_prepare(self: DiffusionModule) -> None:
         strategy: Any = None if self._trainer is None else self._trainer.strategy
-        if not getattr(strategy, "defers_weights", False):
+        nested = current_recording() is not None  # called by a subclass's own
+        if nested or not getattr(strategy, "defers_weights", False):
             configure_model(self)
             self.prepare_spec()
             return

@@ -11,6 +11,7 @@ from lightning_dpipe.cli.__main__ import main
         ("recipe=sd21_tiny",),
         ("recipe=sd21_tiny", "model.self_conditioning=0.5"),
         ("recipe=controlnet_tiny",),
+        ("recipe=sd21_lora_tiny",),
     ],
     ids=" ".join,
 )

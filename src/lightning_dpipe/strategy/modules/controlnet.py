@@ -32,7 +32,8 @@ class ControlNet(LatentModule):
         options: Fields of `LatentConfig`.
 
     Raises:
-        UnsupportedError: Self-conditioning is asked for: the locked U-Net was trained without.
+        UnsupportedError: Self-conditioning is asked for (the locked U-Net was trained without), or
+            LoRA.
     """
 
     def __init__(
@@ -49,6 +50,8 @@ class ControlNet(LatentModule):
                 f"self_conditioning={self.config.self_conditioning} for a ControlNet: the locked "
                 "U-Net does not read an estimate; use null"
             )
+        if self.config.lora is not None:
+            raise UnsupportedError("lora for a ControlNet: all of the copy is trained; use null")
         self.unet_config = unet
         self.controlnet_config = controlnet
 

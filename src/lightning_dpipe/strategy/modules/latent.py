@@ -54,6 +54,7 @@ class LatentConfig:
         caption_dropout: Share of samples trained on the empty caption, for guidance.
         self_conditioning: Share of steps with a first estimate; None trains without.
         min_snr_gamma: Weigh losses by min-SNR; None weighs all alike.
+        lora: Train low-rank adapters only: fields of `models.lora.LoRA`; None trains the backbone.
         buckets: More shape classes beside the square of `image_size`: (height, width) by name.
     """
 
@@ -70,6 +71,7 @@ class LatentConfig:
     min_snr_gamma: float | None = None
     optimizer: AdamWConfig = field(default_factory=AdamWConfig)
     buckets: Mapping[str, Sequence[int]] | None = None
+    lora: Mapping[str, Any] | None = None
 
     @property
     def source(self) -> Source | None:

@@ -9,6 +9,8 @@ from typing import Any
 
 from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 
+from lightning_dpipe.core.errors import UnsupportedError
+from lightning_dpipe.models.lora import LoRA, add_lora
 from lightning_dpipe.models.parts import diffusers_part
 from lightning_dpipe.models.spec import Loss, PipelineSpec
 from lightning_dpipe.models.unet import unet_backbone
@@ -23,6 +25,9 @@ class StableDiffusion(LatentModule):
         unet: Arguments of diffusers' ``UNet2DConditionModel``; not read with ``pretrained``.
         seed: Key of all draws; see `DiffusionModule`.
         options: Fields of `LatentConfig`.
+
+    Raises:
+        UnsupportedError: Self-conditioning and LoRA are asked for together.
     """
 
     def __init__(
@@ -30,6 +35,12 @@ class StableDiffusion(LatentModule):
     ) -> None:
         super().__init__(LatentConfig(**options), seed=seed)
         self.unet_config = unet
+        self.lora = LoRA.of(self.config.lora)
+        if self.lora is not None and self.config.self_conditioning is not None:
+            raise UnsupportedError(
+                f"self_conditioning={self.config.self_conditioning} with lora: the new input "
+                "channels would have to be trained, but only adapters are; use null for one"
+            )
 
     def configure_model(self) -> None:
         """Load or build encoders and U-Net."""
@@ -40,6 +51,8 @@ class StableDiffusion(LatentModule):
             UNet2DConditionModel, self.unet_config, self.config.source, "unet"
         )
         self.widen_for_estimate(self.unet)
+        if self.lora is not None:
+            add_lora(self.unet, self.lora)
 
     def pipeline_spec(self) -> PipelineSpec:
         """The U-Net is cut at its layers."""
