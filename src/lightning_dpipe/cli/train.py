@@ -21,6 +21,7 @@ from lightning_dpipe.cli.parts import (
     build_strategy,
     one_thread_per_rank,
 )
+from lightning_dpipe.cli.provenance import Provenance
 from lightning_dpipe.cli.summary import RunSummary
 from lightning_dpipe.core.errors import DPipeError
 
@@ -53,10 +54,11 @@ def build_trainer(config: DictConfig, strategy: Any) -> L.Trainer:
     """Trainer with strategy, callbacks and logger."""
     callbacks = [instantiate(c) for c in (config.get("callbacks") or {}).values() if c]
     folder = HydraConfig.get().runtime.output_dir
+    recipe = HydraConfig.get().runtime.choices.get("recipe")
     trainer: L.Trainer = instantiate(
         config.trainer,
         strategy=strategy,
-        callbacks=[*callbacks, RunSummary(folder)],
+        callbacks=[*callbacks, Provenance(recipe), RunSummary(folder)],
         logger=build_logger(config) or False,
     )
     return trainer
