@@ -1,7 +1,8 @@
 """Where a checkpoint comes from, kept inside it, so that a model card can say so.
 
-In: the recipe's name and the running trainer. Out: ``dpipe_run`` in every checkpoint: recipe, number
-of training samples, samples a step, and the commit of this package's sources if they are a checkout.
+In:     the recipe's name and the running trainer.
+Out:    ``dpipe_run`` in every checkpoint: recipe, number of training samples, samples a step, and
+        the commit of this package's sources if they are a checkout.
 """
 
 import subprocess
@@ -34,7 +35,7 @@ class Provenance(Callback):
 
 
 def commit_of(folder: Path) -> str | None:
-    """Commit of the checkout that `folder` is part of, with ``-dirty`` if it differs; None: none."""
+    """Commit of the checkout that `folder` is part of, ``-dirty`` if it differs; None: no one."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--dirty"],

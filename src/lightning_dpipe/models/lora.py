@@ -106,5 +106,5 @@ def save_lora(model: Any, folder: Path) -> Path:
     return folder / "pytorch_lora_weights.safetensors"
 
 
-def _whole(value: float) -> float:
+def _whole(value: float) -> Any:
     return int(value) if value == int(value) else value

@@ -14,6 +14,7 @@ that validation noise is the same in every epoch, for every batch size and numbe
 import functools
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,9 +24,11 @@ from torch import Tensor, nn
 from lightning_dpipe.core.errors import SpecError
 from lightning_dpipe.models.deferred import current_recording
 from lightning_dpipe.models.spec import DRAW_KEY, PipelineSpec
+from lightning_dpipe.models.turns import taking_turns
 from lightning_dpipe.objective.draws import coin
 from lightning_dpipe.strategy.later import Later, build_later, needed_everywhere
 from lightning_dpipe.strategy.local import num_samples, sample_losses, select_fields
+from lightning_dpipe.strategy.turns import node_turns
 
 _CONSUMED = "dpipe_batches_consumed"
 
@@ -229,6 +232,11 @@ def _draw_keys(batch: int, first: int, count: int, rank: int, world_size: int) -
 def _prepared_after(configure_model: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(configure_model)
     def configure_and_prepare(self: DiffusionModule) -> None:
+        turns = None if self._trainer is None else node_turns(self._trainer.local_rank)
+        with nullcontext() if turns is None else taking_turns(turns):
+            configure(self)
+
+    def configure(self: DiffusionModule) -> None:
         strategy: Any = None if self._trainer is None else self._trainer.strategy
         nested = current_recording() is not None  # called by a subclass's own
         if nested or not getattr(strategy, "defers_weights", False):

@@ -63,7 +63,10 @@ class ControlNet(LatentModule):
         self.unet = diffusers_part(
             UNet2DConditionModel, self.unet_config, self.config.source, "unet"
         )
-        if self.controlnet_config is None:
+        source = self.config.source
+        if source is not None and source.has("controlnet"):
+            self.controlnet = source.load(ControlNetModel, "controlnet", self.controlnet_config)
+        elif self.controlnet_config is None:
             self.controlnet = ControlNetModel.from_unet(self.unet)
         else:
             self.controlnet = ControlNetModel(**self.controlnet_config)
@@ -100,8 +103,9 @@ class ControlNet(LatentModule):
 
     def to_pipeline(self) -> StableDiffusionControlNetPipeline | None:
         """diffusers' pipeline, if there is a tokenizer."""
-        if self.config.source is None:
+        source = self.config.source
+        if source is None or not source.has_tokenizer:
             return None
         return StableDiffusionControlNetPipeline(
-            unet=self.unet, controlnet=self.controlnet, **self.pipeline_parts(self.config.source)
+            unet=self.unet, controlnet=self.controlnet, **self.pipeline_parts(source)
         )

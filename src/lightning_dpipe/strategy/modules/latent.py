@@ -46,7 +46,10 @@ class LatentConfig:
         vae: Arguments of diffusers' ``AutoencoderKL``.
         text: Arguments of transformers' ``CLIPTextConfig``.
         pretrained: Folder or hub id of a diffusers pipeline, which brings its own configurations;
-            None: the ones given, with random weights.
+            or one file (``.safetensors``, ``.ckpt``), of a model as configured here; None: the
+            configurations given, with random weights.
+        parts: Where single parts come from instead (``vae``, ``unet``, ``controlnet``,
+            ``text_encoder``, ``tokenizer``): the part's folder, one file, or hub id.
         revision: Of the hub.
         variant: Of the hub's files.
         scheduler: A diffusers scheduler: noise, timesteps and what the model predicts; None takes
@@ -63,6 +66,7 @@ class LatentConfig:
     vae: Mapping[str, Any] | None = None
     text: Mapping[str, Any] | None = None
     pretrained: str | None = None
+    parts: Mapping[str, str] | None = None
     revision: str | None = None
     variant: str | None = None
     scheduler: Any = None
@@ -76,9 +80,14 @@ class LatentConfig:
     @property
     def source(self) -> Source | None:
         """Where trained weights come from."""
-        if self.pretrained is None:
+        if self.pretrained is None and not self.parts:
             return None
-        return Source(path=self.pretrained, revision=self.revision, variant=self.variant)
+        return Source(
+            path=self.pretrained,
+            revision=self.revision,
+            variant=self.variant,
+            parts=dict(self.parts or {}),
+        )
 
 
 class LatentModule(DiffusionModule):
@@ -108,7 +117,7 @@ class LatentModule(DiffusionModule):
             encoder.requires_grad_(False)
         scheduler = config.scheduler
         if scheduler is None:
-            if source is None:
+            if source is None or not source.has_tokenizer:
                 raise SpecError("no scheduler is given, and no pretrained pipeline that has one")
             scheduler = source.load(DDPMScheduler, "scheduler")
         self.scheduler = scheduler

@@ -69,6 +69,7 @@ class StableDiffusion(LatentModule):
 
     def to_pipeline(self) -> StableDiffusionPipeline | None:
         """diffusers' pipeline, if there is a tokenizer and the U-Net reads no estimate."""
-        if self.config.source is None or self.config.self_conditioning is not None:
+        source = self.config.source
+        if source is None or not source.has_tokenizer or self.config.self_conditioning is not None:
             return None
-        return StableDiffusionPipeline(unet=self.unet, **self.pipeline_parts(self.config.source))
+        return StableDiffusionPipeline(unet=self.unet, **self.pipeline_parts(source))
