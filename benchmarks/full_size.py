@@ -2,11 +2,11 @@
 
     python -m benchmarks.full_size [--model sd21|controlnet] [--quick] [--json]
 
-Random weights, 256 px, one thread a rank, float32, AdamW. First a pipeline of two gloo processes with
-the frozen work in its bubbles, then one process that accumulates the same micro-batches in a plain
-loop and steps torch's own optimizer. Compared: the loss of every step (its second shows the update).
-Printed: peak host memory of each process, when its model is made and in all. The sides run one after
-the other; sd21 needs about 18 GiB for either and takes some ten minutes on two cores. `--width`
+Random weights, 256 px, one thread a rank, float32, AdamW. First a pipeline of two gloo processes
+with the frozen work in its bubbles, then one process that accumulates the same micro-batches in a
+plain loop and steps torch's own optimizer. Compared: the loss of every step (the second one shows
+the update). Printed: peak host memory of each process, when its model is made and in all. The sides
+run one after the other; sd21 needs about 18 GiB for either, and minutes on two cores. `--width`
 narrows the U-Net (full: 320), for trying the benchmark itself; `--quick` is width 32, 64 px.
 """
 
