@@ -33,7 +33,6 @@ from lightning_dpipe.core.profile import Profile, reduce_us
 from lightning_dpipe.core.timeline import Activity
 from lightning_dpipe.planning.auto import Found, Space, search
 from lightning_dpipe.planning.backlog import FrozenCosts
-from lightning_dpipe.planning.filling import least_frozen_us
 from lightning_dpipe.planning.network import network_of
 from lightning_dpipe.planning.paper import paper_plan
 from lightning_dpipe.planning.search import make_plan, schedule_of
@@ -160,7 +159,7 @@ def conditioned_share(profile: Profile) -> float:
 def least_work_us(profile: Profile, batch_size: int) -> float:
     """Least time of a device's share of the batch: each layer at the size with the best rate."""
     cost = profile.component(profile.graph.backbones[0].name)
-    frozen_us = least_frozen_us(FrozenCosts.of(profile, samples=batch_size))
+    frozen_us = FrozenCosts.of(profile, samples=batch_size).least_us
     forward = 1 + conditioned_share(profile)
     trained_us = sum(
         min(

@@ -6,6 +6,7 @@ before the first step. It holds no times: those are the Profile's.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from lightning_dpipe.core.errors import PlanError
 from lightning_dpipe.core.op import Op
@@ -169,6 +170,7 @@ class Plan:
         return tuple(i for i, stage in enumerate(self.stages) if device in stage.devices)
 
 
+@lru_cache(maxsize=4096)
 def split_sizes(total: int, parts: int) -> tuple[int, ...]:
     """Sizes of `tensor_split`: the first ``total % parts`` parts get one more."""
     base, extra = divmod(total, parts)

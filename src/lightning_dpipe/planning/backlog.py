@@ -10,14 +10,15 @@ Source: DiffusionPipe (arXiv 2405.01248), section 5. Ours differs: any number of
 bubble, of any size, and a piece counts by how much work it takes off the end, not by its own time.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 from lightning_dpipe.core.graph import ModelGraph
 from lightning_dpipe.core.op import Op
 from lightning_dpipe.core.plan import Fill
-from lightning_dpipe.core.profile import Profile
+from lightning_dpipe.core.profile import Profile, interpolate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,6 @@ class FrozenCosts:
     profile: Profile
     samples: int
     layers: tuple[FrozenLayer, ...]
-    _costs: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, profile: Profile, *, samples: int) -> "FrozenCosts":
@@ -72,6 +72,25 @@ class FrozenCosts:
         return starts_us + sum(self.cost_us(i, samples) for i in range(len(self.layers)))
 
     @cached_property
+    def times_us(self) -> tuple[tuple[int, ...], ...]:
+        """Per layer: its time on 0, 1, ... samples, up to the local batch."""
+        found = []
+        for layer in self.layers:
+            cost = self.profile.component(layer.component)
+            times_us = cost.layers[layer.index].forward_us
+            found.append(_up_to(self.samples, cost.samples, times_us))
+        return tuple(found)
+
+    @cached_property
+    def least_us(self) -> int:
+        """Least time of one local batch: each layer at the batch size with the best rate, and a
+        fill for each component."""
+        b, total_us = self.samples, len(self.profile.graph.frozen) * self.fill_us
+        for times_us in self.times_us:
+            total_us += min(-(-us * b // n) for n, us in enumerate(times_us) if n)
+        return total_us
+
+    @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
         """Per layer: the layers that wait for it."""
         found: list[list[int]] = [[] for _ in self.layers]
@@ -82,11 +101,10 @@ class FrozenCosts:
 
     def cost_us(self, layer: int, samples: int) -> int:
         """Time of one layer on some samples."""
-        key = (layer, samples)
-        if key not in self._costs:
-            x = self.layers[layer]
-            self._costs[key] = self.profile.forward_us(x.component, x.index, x.index + 1, samples)
-        return self._costs[key]
+        if samples <= self.samples:
+            return self.times_us[layer][samples]
+        x = self.layers[layer]
+        return self.profile.forward_us(x.component, x.index, x.index + 1, samples)
 
     def prolongs(self, piece: Piece, last: Piece) -> bool:
         """Whether the two pieces make one fill: next layer, same component, same samples."""
@@ -123,14 +141,13 @@ class FrozenCosts:
 
     def most_samples(self, layer: int, samples: int, budget_us: int) -> int:
         """Up to `samples`: how many fit into the budget, taking cost to grow with samples."""
-        low, high = 0, samples
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.cost_us(layer, middle) <= budget_us:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return bisect_right(self.times_us[layer], budget_us, 1, samples + 1) - 1
+
+
+@lru_cache(maxsize=4096)
+def _up_to(most: int, samples: tuple[int, ...], times_us: tuple[int, ...]) -> tuple[int, ...]:
+    """A layer's profiled times at every number of samples; a search asks for them very often."""
+    return tuple(interpolate(samples, times_us, n) for n in range(most + 1))
 
 
 def frozen_layers(graph: ModelGraph) -> tuple[FrozenLayer, ...]:
@@ -215,16 +232,16 @@ class Backlog:
         work, b = self.work, self.last
         best: tuple[bool, int, Piece] | None = None
         for i in self._ready:
-            first, stop = self.done[i], self._stops[i]
+            first, stop, times_us = self.done[i], self._stops[i], work.times_us[i]
             piece = Piece(i, first, stop, self.owner)
             room_us = budget_us - self._start_us(piece, last)
-            finishes = stop == b and work.cost_us(i, b - first) <= room_us
+            finishes = stop == b and times_us[b - first] <= room_us
             if not finishes:
                 if not self.partial:
                     continue
                 num = work.most_samples(i, stop - first, room_us)
                 piece = Piece(i, first, first + num, self.owner)
-            saved_us = work.cost_us(i, b - first) - work.cost_us(i, b - piece.last)
+            saved_us = times_us[b - first] - times_us[b - piece.last]
             worth_it = finishes or (piece.last > first and saved_us > work.fill_us)
             rank = (finishes, saved_us if self.order is None else -self.order[i])
             if worth_it and (best is None or rank > best[:2]):

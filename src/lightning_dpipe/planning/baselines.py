@@ -20,7 +20,6 @@ from lightning_dpipe.core.profile import ComponentCost, Profile
 from lightning_dpipe.core.timeline import Activity
 from lightning_dpipe.planning.auto import Network
 from lightning_dpipe.planning.backlog import FrozenCosts
-from lightning_dpipe.planning.filling import least_frozen_us
 from lightning_dpipe.planning.paper import paper_plan
 from lightning_dpipe.planning.schedules.of_plan import schedule_of
 from lightning_dpipe.planning.variants import SELF_CONDITIONING, expected_us, variants_of
@@ -106,7 +105,7 @@ def least_work_us(
                 / n
                 for n in range(1, batch_size * num_devices + 1)
             )
-    return least_frozen_us(FrozenCosts.of(profile, samples=batch_size)) + trained_us
+    return FrozenCosts.of(profile, samples=batch_size).least_us + trained_us
 
 
 def useful_ratio(

@@ -15,7 +15,7 @@ Each holds for every schedule that flushes and keeps one stage a device. path an
 over cuts separately, so the bound of a chain may be below that of any cut: it stays a bound.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -23,7 +23,7 @@ from typing import Protocol
 import numpy as np
 
 from lightning_dpipe.core.profile import Profile
-from lightning_dpipe.planning.stage_costs import Array, Cutting, StageTable
+from lightning_dpipe.planning.stage_costs import Array, BackboneCosts, Cutting, StageTable
 
 
 class ChainCosts(Protocol):
@@ -46,6 +46,25 @@ class Rest:
     finish: Array
     load: Array
     total: Array
+
+    def row(self, index: int) -> "Rest":
+        """One of several rests in rows."""
+        return Rest(
+            path=self.path[index],
+            finish=self.finish[index],
+            load=self.load[index],
+            total=self.total[index],
+        )
+
+    @classmethod
+    def least(cls, rests: Sequence["Rest"]) -> "Rest":
+        """The least of each time."""
+        return cls(
+            path=np.minimum.reduce([x.path for x in rests]),
+            finish=np.minimum.reduce([x.finish for x in rests]),
+            load=np.minimum.reduce([x.load for x in rests]),
+            total=np.minimum.reduce([x.total for x in rests]),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +98,15 @@ class Terms:
     tail: Array
     load: Array
     total: Array
+
+
+def least_work_us(costs: BackboneCosts, cutting: Cutting) -> float:
+    """Least mean over a group's devices of their ops and optimizers, however the chain is cut."""
+    layers = [
+        np.diagonal(costs.table(cutting, replicas=n, from_back=1, limited=False).total, 1)
+        for n in range(1, min(cutting.num_devices, cutting.sizes[-1]) + 1)
+    ]
+    return float(np.minimum.reduce(layers).sum()) / cutting.num_devices
 
 
 class ChainBounds:
@@ -200,43 +228,53 @@ class ChainBounds:
         """Dynamic programming from the last stage to the first."""
         rests: dict[tuple[int, int], Rest] = {}
         for num_stages in range(1, self.max_stages + 1):
-            for num_devices in self.device_choices(num_stages):
-                found = []
-                for replicas in self.replica_choices(num_stages, num_devices):
-                    behind = rests.get((num_stages - 1, self.behind(num_devices, replicas)))
-                    if num_stages == 1 or behind is not None:
-                        found.append(self._rest(replicas, num_stages, behind))
-                if found:
-                    rests[num_stages, num_devices] = Rest(
-                        path=np.minimum.reduce([x.path for x in found]),
-                        finish=np.minimum.reduce([x.finish for x in found]),
-                        load=np.minimum.reduce([x.load for x in found]),
-                        total=np.minimum.reduce([x.total for x in found]),
-                    )
+            found: dict[int, list[Rest]] = {}
+            for replicas, choices in self._followers(num_stages, rests).items():
+                all_behind = [behind for _, behind in choices if behind is not None]
+                least = self._rest(replicas, num_stages, all_behind)
+                for i, (num_devices, _) in enumerate(choices):
+                    found.setdefault(num_devices, []).append(least.row(i))
+            for num_devices, rows in found.items():
+                rests[num_stages, num_devices] = Rest.least(rows)
         return rests
 
-    def _rest(self, replicas: int, num_stages: int, behind: Rest | None) -> Rest:
+    def _followers(
+        self, num_stages: int, rests: Mapping[tuple[int, int], Rest]
+    ) -> dict[int, list[tuple[int, Rest | None]]]:
+        """By devices of the first of `num_stages` stages: (devices of all, what comes behind)."""
+        found: dict[int, list[tuple[int, Rest | None]]] = {}
+        for num_devices in self.device_choices(num_stages):
+            for replicas in self.replica_choices(num_stages, num_devices):
+                behind = rests.get((num_stages - 1, self.behind(num_devices, replicas)))
+                if num_stages == 1 or behind is not None:
+                    found.setdefault(replicas, []).append((num_devices, behind))
+        return found
+
+    def _rest(self, replicas: int, num_stages: int, behind: Sequence[Rest]) -> Rest:
+        """A row for each rest that may be behind; the one row of a last stage for none."""
         t = self._table_and_terms(replicas, num_stages)[1]
-        if behind is None:
+        if not behind:
             return Rest(
-                path=t.work[:, -1],
-                finish=(t.work + t.tail)[:, -1],
-                load=t.load[:, -1],
-                total=t.total[:, -1],
+                path=t.work[None, :, -1],
+                finish=(t.work + t.tail)[None, :, -1],
+                load=t.load[None, :, -1],
+                total=t.total[None, :, -1],
             )
-        path = np.maximum(t.work, t.around + behind.path)
-        finish = np.maximum(path + t.tail, t.first + behind.finish)
-        load = np.maximum(t.load, behind.load)
+        paths, finishes = _stacked(x.path for x in behind), _stacked(x.finish for x in behind)
+        path = np.maximum(t.work, t.around + paths)
+        finish = np.maximum(path + t.tail, t.first + finishes)
+        load = np.maximum(t.load, _stacked(x.load for x in behind))
         return Rest(
-            path=path.min(axis=1),
-            finish=finish.min(axis=1),
-            load=load.min(axis=1),
-            total=(t.total + behind.total).min(axis=1),
+            path=path.min(axis=-1),
+            finish=finish.min(axis=-1),
+            load=load.min(axis=-1),
+            total=(t.total + _stacked(x.total for x in behind)).min(axis=-1),
         )
 
     def _table_and_terms(self, replicas: int, from_back: int) -> tuple[StageTable, Terms]:
-        """Positions differ only where memory is limited."""
-        key = (replicas, 0 if self.cutting.memory_bytes is None else from_back)
+        """Positions differ only in what they hold, and that only where memory is limited."""
+        limited = self.cutting.memory_bytes is not None
+        key = (replicas, self.cutting.in_flight(from_back) if limited else 0)
         if key not in self._tables:
             self._tables[key] = self._make_terms(replicas, from_back)
         return self._tables[key]
@@ -257,3 +295,9 @@ class ChainBounds:
             load=load,
             total=t.total,
         )
+
+
+def _stacked(rests: Iterable[Array]) -> Array:
+    """Times from each border on, one plane a rest: they are added to those of stages before it."""
+    stacked: Array = np.stack(list(rests))[:, None, :]
+    return stacked

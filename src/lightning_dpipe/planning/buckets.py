@@ -8,14 +8,13 @@ starts when its own last backward has, as DDP does with buckets; and a stage tha
 its input only, which is activation checkpointing.
 """
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
 
 from lightning_dpipe.core.plan import Plan, Stage
-from lightning_dpipe.planning.directions import Directions
+from lightning_dpipe.planning.directions import Directions, backbones_of
 from lightning_dpipe.planning.schedules.of_plan import schedule_of
 from lightning_dpipe.planning.stage_costs import BackboneCosts, Cutting
 from lightning_dpipe.simulation.memory import peak_bytes
@@ -34,14 +33,15 @@ def least_us(
     backbones each micro-batch of the first goes forward and back before that of the next.
     """
     tables = [
-        c.table(of(cutting), replicas=1, from_back=1, limited=False) for c, of in _each(costs)
+        c.table(of(cutting), replicas=1, from_back=1, limited=False)
+        for c, of in backbones_of(costs)
     ]
     work = sum(float(t.work[0, -1]) for t in tables)
     step = sum(float(t.step[0, -1]) for t in tables)
     sync = sum(float(t.sync[0, -1]) for t in tables)
     rows = cutting.sizes[-1]
     last = sum(float(t.last[0, -1]) for t in tables) + sum(
-        float(c.at("forward_us", rows)[0, -1]) for c, _ in _each(costs)[1:]
+        float(c.at("forward_us", rows)[0, -1]) for c, _ in backbones_of(costs)[1:]
     )
     reduced_us = work - last + sync + step
     load_us = work + step + (frozen_us if hidden else 0)
@@ -50,7 +50,7 @@ def least_us(
 
 def bucket_stages(costs: BackboneCosts | Directions) -> Iterator[tuple[Stage, ...]]:
     """Stages of about equal gradient bytes, few first; recomputing ones last."""
-    backbones = [c for c, _ in _each(costs)]
+    backbones = [c for c, _ in backbones_of(costs)]
     for recompute in (False, True):
         for count in COUNTS:
             stages = tuple(s for c in backbones for s in _equal_bytes(c, count, recompute))
@@ -84,12 +84,3 @@ def fits(costs: BackboneCosts | Directions, cutting: Cutting, stages: tuple[Stag
         schedule=cutting.schedule,
     )
     return max(peak_bytes(plan, schedule_of(plan), costs.profile)) <= cutting.memory_bytes
-
-
-def _each(
-    costs: BackboneCosts | Directions,
-) -> list[tuple[BackboneCosts, Callable[[Cutting], Cutting]]]:
-    """Each backbone's costs, and how it sees a cutting."""
-    if isinstance(costs, Directions):
-        return [(c, partial(costs.down.of, c)) for c in costs.backbones]
-    return [(costs, lambda cutting: cutting)]

@@ -14,6 +14,7 @@ can be cut, and cuts the others where they are nearest to it.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -171,6 +172,15 @@ def costs_of(profile: Profile) -> BackboneCosts | Directions:
     _independent(profile)
     costs = [BackboneCosts(profile, name) for name in names]
     return Directions(down=Direction(costs[0::2]), up=Direction(costs[1::2]))
+
+
+def backbones_of(
+    costs: BackboneCosts | Directions,
+) -> list[tuple[BackboneCosts, Callable[[Cutting], Cutting]]]:
+    """Each backbone's costs, and how it sees a cutting."""
+    if isinstance(costs, Directions):
+        return [(c, partial(costs.down.of, c)) for c in costs.backbones]
+    return [(costs, lambda cutting: cutting)]
 
 
 def _independent(profile: Profile) -> None:

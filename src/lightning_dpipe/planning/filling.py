@@ -104,7 +104,7 @@ def lower_bound_us(plan: Plan, profile: Profile, *, self_conditioned: bool = Fal
     """
     schedule = schedule_of(plan, self_conditioned=self_conditioned)
     graph = task_graph(plan, schedule, profile, _encoded_shape(plan, schedule))
-    frozen_us = list(map(least_frozen_us, _works(plan, profile)))
+    frozen_us = [work.least_us for work in _works(plan, profile)]
     clock = Clock(graph)
     loads_us = [a + b for a, b in zip(graph.optimizer_us, frozen_us, strict=True)]
     for task in graph.tasks:
@@ -113,15 +113,6 @@ def lower_bound_us(plan: Plan, profile: Profile, *, self_conditioned: bool = Fal
     # Devices of several kinds keep their samples.
     load_us = max(loads_us) if profile.kinds else -(-sum(loads_us) // graph.num_devices)
     return max(clock.end_us(), load_us + graph.overhead_us)
-
-
-def least_frozen_us(work: FrozenCosts) -> int:
-    """Least time of one local batch: each layer at the batch size with the best rate, and a fill
-    for each component."""
-    b, total_us = work.samples, len(work.profile.graph.frozen) * work.fill_us
-    for i in range(len(work.layers)):
-        total_us += min(-(-work.cost_us(i, n) * b // n) for n in range(1, b + 1))
-    return total_us
 
 
 def _works(plan: Plan, profile: Profile) -> tuple[FrozenCosts, ...]:

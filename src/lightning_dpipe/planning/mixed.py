@@ -20,20 +20,13 @@ from lightning_dpipe.core.errors import PlanError, UnsupportedError
 from lightning_dpipe.core.fleet import groups_by_kind
 from lightning_dpipe.core.plan import Plan, Stage, split_sizes
 from lightning_dpipe.core.profile import Profile
-from lightning_dpipe.planning.auto import (
-    Found,
-    Progress,
-    Space,
-    microbatch_choices,
-    only_backbone,
-    search,
-)
+from lightning_dpipe.planning.auto import Found, Progress, only_backbone, search
 from lightning_dpipe.planning.backlog import FrozenCosts
 from lightning_dpipe.planning.best_first import Cut, cuts_by_bound, expected_least_us
-from lightning_dpipe.planning.filling import least_frozen_us
 from lightning_dpipe.planning.mixed_bounds import MixedBounds
 from lightning_dpipe.planning.pipelines import Chains
 from lightning_dpipe.planning.rounds import Config
+from lightning_dpipe.planning.space import Space, microbatch_choices
 from lightning_dpipe.planning.stage_costs import BackboneCosts, Cutting
 from lightning_dpipe.planning.teams import RowCosts, teams_of
 from lightning_dpipe.planning.variants import filler_of, variants_of
@@ -82,9 +75,7 @@ def _configs(profile: Profile, space: Space, batch_size: int) -> Iterator[Config
     hidden = filler_of(space.fill) is not None
     kinds = range(1 + len(profile.others))
     world = [profile.kinds.count(kind) for kind in kinds]
-    frozen_us = [
-        least_frozen_us(FrozenCosts.of(profile.of_kind(k), samples=batch_size)) for k in kinds
-    ]
+    frozen_us = [FrozenCosts.of(profile.of_kind(k), samples=batch_size).least_us for k in kinds]
     for num_groups, only_one in _group_counts(world, space):
         counts = tuple(n // num_groups for n in world)
         num_devices = sum(counts)

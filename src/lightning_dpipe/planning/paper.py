@@ -18,7 +18,6 @@ from lightning_dpipe.planning.auto import MICROBATCHES, Found, only_backbone, pl
 from lightning_dpipe.planning.backlog import FrozenCosts
 from lightning_dpipe.planning.bounds import ChainBounds
 from lightning_dpipe.planning.dp import paper_partition
-from lightning_dpipe.planning.filling import least_frozen_us
 from lightning_dpipe.planning.network import Network
 from lightning_dpipe.planning.stage_costs import BackboneCosts, Cutting
 from lightning_dpipe.planning.variants import (
@@ -123,7 +122,7 @@ class _Choices:
         """(bound, stages, bounds of one variant) of every S and M, least bound first."""
         backbone = only_backbone(self.profile)
         work = FrozenCosts.of(self.profile, samples=batch_size)
-        frozen_us = least_frozen_us(work)
+        frozen_us = work.least_us
         found = []
         for stages in self.num_stages:
             if world_size % stages:

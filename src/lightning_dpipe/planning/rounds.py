@@ -5,6 +5,7 @@ Out:    (configuration, stages), and a bound on all that is still to come.
 """
 
 import heapq
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -33,33 +34,51 @@ class Config:
 
 class Rounds:
     """Chains of all configurations, in rounds: each round takes the next one of every configuration
-    that could still win, the least bound first. Nothing at or above `limit_us` could. Data
-    parallelism comes before all rounds: it is simulated at once, and rules out many others."""
+    that could still win, the least bound first. Nothing at or above `limit_us` could.
+
+    Data parallelism comes before all rounds: the leading configurations of one device are tried
+    before more are asked for, so that those which they rule out need not be made."""
 
     def __init__(self, configs: Iterable[Config]) -> None:
         self.limit_us = self._left_out_us = float("inf")
-        self._heap: list[_Entry] = [
-            (
-                min(0, config.cutting.num_devices - 2),
-                config.bound_us,
-                ticket,
-                config,
-                config.chains(lambda: self.limit_us),
-                None,
-            )
-            for ticket, config in enumerate(configs)
-            if config.bound_us < float("inf")
-        ]
-        heapq.heapify(self._heap)
+        self._heap: list[_Entry] = []
+        self._tickets = itertools.count()
+        self._to_come = iter(configs)
+        self._all_known = False
 
     @property
     def bound_us(self) -> float:
         """Nothing that is still to come, nor what was left out, ends the iteration earlier."""
+        if not self._all_known:
+            return 0.0
         coming_us = min((entry[1] for entry in self._heap), default=self.limit_us)
         return min(coming_us, self._left_out_us, self.limit_us)
 
     def __iter__(self) -> Iterator[tuple[Config, tuple[Stage, ...]]]:
-        while self._heap:
+        others = self._add_alone()
+        yield from self._rounds(before=0)
+        for config in others:
+            self._add(config, turn=0)
+        self._all_known = True
+        yield from self._rounds()
+
+    def _add_alone(self) -> Iterator[Config]:
+        """Enter the leading configurations of one device; returns all others."""
+        for config in self._to_come:
+            if config.cutting.num_devices > 1:
+                return itertools.chain([config], self._to_come)
+            self._add(config, turn=-1)
+        return iter(())
+
+    def _add(self, config: Config, turn: int) -> None:
+        if config.bound_us < float("inf"):
+            chains = config.chains(lambda: self.limit_us)
+            entry = (turn, config.bound_us, next(self._tickets), config, chains, None)
+            heapq.heappush(self._heap, entry)
+
+    def _rounds(self, before: float = float("inf")) -> Iterator[tuple[Config, tuple[Stage, ...]]]:
+        """The rounds before one."""
+        while self._heap and self._heap[0][0] < before:
             turn, bound_us, ticket, config, chains, stages = heapq.heappop(self._heap)
             if bound_us >= self.limit_us:
                 continue

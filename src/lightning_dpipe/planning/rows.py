@@ -2,7 +2,7 @@
 
 from lightning_dpipe.core.errors import PlanError
 from lightning_dpipe.core.plan import split_sizes
-from lightning_dpipe.planning.auto import Space, group_devices, microbatch_choices
+from lightning_dpipe.planning.space import Space, group_devices, microbatch_choices
 
 
 def row_range(space: Space, *, world_size: int, batch_size: int) -> tuple[int, int]:

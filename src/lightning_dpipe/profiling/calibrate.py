@@ -2,9 +2,12 @@
 
 In:     a Profile, the plan that ran, measured timelines of its steps.
 Out:    the profile with the layer times of each stage, and of each frozen layer, scaled so that its
-        median op takes as long as it did (a fill of several layers says only what they take
+        ops take as long as they did on average (a fill of several layers says only what they take
         together): layers timed alone and layers timed in a pipeline
         differ by caches, memory bandwidth and clock speed. Cuts keep their balance inside a stage.
+
+Averages, not medians: an iteration is a sum of many ops, and where lengths have a long tail, a
+sum of medians falls short of it.
 """
 
 import statistics
@@ -30,7 +33,7 @@ def calibrate(profile: Profile, plan: Plan, timelines: Sequence[Timeline]) -> Pr
     Args:
         profile: Times to correct.
         plan: What ran, at its full batch size.
-        timelines: Measured steps; more of them give steadier medians.
+        timelines: Measured steps; more of them give steadier averages.
     """
     if profile.kinds:
         kinds = kinds_in_groups(plan, profile)
@@ -77,7 +80,7 @@ def _stage_factor(
     for (device, op), lengths in _by_key(spans, lambda s: (s.device, s.op)).items():
         if op is not None and op.stage == index and op.kind in kinds:
             first, last = stage.rows_on(device, rows[op.microbatch])
-            measured += statistics.median(lengths)
+            measured += typical(lengths)
             profiled += cost(stage.backbone, stage.start, stage.stop, last - first)
     return measured / profiled if profiled else 1.0
 
@@ -91,7 +94,7 @@ def _frozen_factors(
     profiled: dict[tuple[str, int], float] = defaultdict(float)
     for (_, label), lengths in _by_key(spans, lambda s: (s.device, s.label)).items():
         work = FrozenWork.parse(label)
-        took_us = max(0, statistics.median(lengths) - profile.fill_us)
+        took_us = max(0, typical(lengths) - profile.fill_us)
         expected_us = profile.forward_us(
             work.component, work.start, work.stop, work.last - work.first
         )
@@ -119,11 +122,17 @@ def _optimizer_factor(
         profile.optimizer_us(s.backbone, s.start, s.stop)
         for s in map(plan.stages.__getitem__, plan.stages_on(device))
     )
-    return statistics.median(steps) / profiled if steps and profiled else 1.0
+    return typical(steps) / profiled if steps and profiled else 1.0
 
 
 def _updates(span: Span, device: int) -> bool:
     return span.activity is Activity.OPTIMIZER and span.device == device
+
+
+def typical(lengths_us: Sequence[int]) -> float:
+    """Mean, where what is beyond twice the median (a hiccup of the host) counts as that."""
+    most_us = 2 * statistics.median(lengths_us)
+    return statistics.fmean(min(us, most_us) for us in lengths_us)
 
 
 def _overhead_us(profile: Profile, timelines: Sequence[Timeline]) -> int:

@@ -10,7 +10,7 @@ iteration is that much longer. Of each fill the micro-batch of its first sample 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from lightning_dpipe.core.crossings import stage_reads
@@ -28,6 +28,10 @@ def num_messages(rows: int, bytes_per_sample: int, num_microbatches: int) -> int
     return -(-parts // max(1, -(-MIN_CHUNK_BYTES // share_bytes)))
 
 
+Wire = tuple[int, int, int]
+"""A message: target, time on the wire, latency."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Deliveries:
     """What is the same for all placements of fills. `sizes` are those of the next batch."""
@@ -35,6 +39,8 @@ class Deliveries:
     plan: Plan
     profile: Profile
     sizes: tuple[int, ...]
+    _hosts: dict[tuple[int, int, int], int] = field(default_factory=dict, repr=False)
+    _wires: dict[tuple[int, int, int], tuple[Wire, ...]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def readers(self) -> Mapping[int, tuple[tuple[int, Stage], ...]]:
@@ -87,12 +93,29 @@ class Deliveries:
             if device not in dict(self.readers.get(v, ()))
         ]
 
+    def wires(self, value: int, source: int, rows: int) -> tuple[Wire, ...]:
+        """Where a device sends so many rows of a value to."""
+        key = (value, source, rows)
+        if key not in self._wires:
+            size, found = self.profile.graph.values[value].bytes_per_sample, []
+            for target, stage in self.readers[value]:
+                num_bytes = stage.most_rows(target, rows) * size
+                if target != source and num_bytes:
+                    link = self.profile.link(source, target)
+                    wire_us = link.transfer_us(num_bytes) - link.latency_us
+                    found.append((target, wire_us, link.latency_us))
+            self._wires[key] = tuple(found)
+        return self._wires[key]
+
     def _host_us(self, value: int, source: int, rows: int) -> int:
-        return sum(
-            self._send_us(value, source, target, stage.most_rows(target, rows))
-            for target, stage in self.readers[value]
-            if target != source
-        )
+        key = (value, source, rows)
+        if key not in self._hosts:
+            self._hosts[key] = sum(
+                self._send_us(value, source, target, stage.most_rows(target, rows))
+                for target, stage in self.readers[value]
+                if target != source
+            )
+        return self._hosts[key]
 
     def _send_us(self, value: int, source: int, target: int, rows: int) -> int:
         if not rows:
@@ -132,19 +155,13 @@ class Arrivals:
         self, device: int, owner: int, values: Iterable[int], span: tuple[int, int], at_us: int
     ) -> None:
         """A device has encoded samples `span` of some values: they leave for their readers."""
-        profile, known = self.of.profile, self.of.profile.graph.values
         rows, size = span[1] - span[0], max(1, self.of.sizes[owner])
         microbatch = span[0] * self.of.plan.num_microbatches // size
         for value in values:
-            for target, stage in self.of.readers[value]:
-                num_bytes = stage.most_rows(target, rows) * known[value].bytes_per_sample
-                if target == device or not num_bytes:
-                    continue
-                link = profile.link(device, target)
-                wire_us = link.transfer_us(num_bytes) - link.latency_us
+            for target, wire_us, latency_us in self.of.wires(value, device, rows):
                 off_us = max(at_us, self._edges.get((device, target), 0)) + wire_us
                 self._edges[device, target] = off_us
-                self._arrived.append((target, microbatch, off_us + link.latency_us))
+                self._arrived.append((target, microbatch, off_us + latency_us))
 
     def end_us(self) -> int:
         """The iteration does not end earlier: the next one's rows would come too late."""

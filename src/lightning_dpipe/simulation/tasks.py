@@ -69,6 +69,7 @@ class _Builder:
         self.edges: dict[tuple[int, int, str], int] = {}
         self.waits: dict[tuple[Op, int], list[int]] = {}
         self.lengths: dict[tuple[int, int, OpKind, int], int] = {}
+        self.ranges: dict[tuple[int, int, int], tuple[int, int]] = {}
         self.crossings = crossings(self.graph, plan.stages)
 
     def build(self) -> TaskGraph:
@@ -107,7 +108,10 @@ class _Builder:
 
     def _row_range(self, stage: int, device: int, microbatch: int) -> tuple[int, int]:
         """Rows of a micro-batch that a replica of a stage works on."""
-        return self.plan.stages[stage].rows_on(device, self.rows[microbatch])
+        key = (stage, device, self.rows[microbatch])
+        if key not in self.ranges:
+            self.ranges[key] = self.plan.stages[stage].rows_on(device, self.rows[microbatch])
+        return self.ranges[key]
 
     # ---- ops
 

@@ -8,7 +8,7 @@ from lightning_dpipe.core.fleet import fleet
 from lightning_dpipe.core.profile import ComponentCost, Profile
 from lightning_dpipe.planning.schedules.of_plan import schedule_of
 from lightning_dpipe.planning.search import make_plan
-from lightning_dpipe.profiling.calibrate import calibrate
+from lightning_dpipe.profiling.calibrate import calibrate, typical
 from lightning_dpipe.simulation.simulate import simulate
 from synthetic import FrozenChain, model_profile
 
@@ -73,3 +73,8 @@ def test_devices_of_several_kinds_learn_from_their_own_spans_and_shares() -> Non
         for what in ("forward_us", "backward_us"):
             wanted = getattr(known, what)("net", 0, 4, 6)
             assert getattr(learnt.on(rank), what)("net", 0, 4, 6) == pytest.approx(wanted, rel=0.01)
+
+
+def test_a_long_tail_counts_and_a_hiccup_counts_as_twice_the_median() -> None:
+    assert typical([100, 100, 160]) == 120
+    assert typical([100, 100, 9_000]) == pytest.approx(400 / 3)
