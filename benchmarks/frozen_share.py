@@ -3,11 +3,11 @@
     python -m benchmarks.frozen_share [--quick] [--json]
 
 Full-size Stable Diffusion 2.1 and ControlNet v1.0 at 512 px, batch 1, float32, one thread: forward
-of all frozen components over forward and backward of the trained ones, measured layer by layer with
-the profiler (weights are made up: times do not depend on them), next to the same ratio in FLOPs. The
-DiffusionPipe paper (arXiv 2405.01248) reports 38-44 % and 76-89 % on an A100 at batch sizes 8 to 64:
-hardware, precision and batch differ here, so its figures are shown, not tested against. Some minutes
-and 3 GiB, for weights are there one layer at a time; `--quick` is 128 px.
+of all frozen components over forward and backward of the trained ones, measured layer by layer by
+the profiler (weights are made up: times do not depend on them), next to the same ratio in FLOPs.
+The DiffusionPipe paper (arXiv 2405.01248) reports 38-44 % and 76-89 % on an A100 at batch sizes 8
+to 64: hardware, precision and batch differ here, so its figures are shown, not tested against. Some
+minutes and 3 GiB, for weights are there one layer at a time; `--quick` is 128 px.
 """
 
 import sys
