@@ -7,6 +7,7 @@ Out:    a few lines when training starts, and a few when it is over.
 import shlex
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,8 @@ from lightning_dpipe.strategy.callbacks.ledger import Ledger
 from lightning_dpipe.strategy.callbacks.plan_artifact import PlanArtifact
 from lightning_dpipe.strategy.callbacks.samples import Drawn, SampleGrid
 from lightning_dpipe.strategy.callbacks.unfilled import UnfilledProbe
+from lightning_dpipe.strategy.collectives import HostLink
+from lightning_dpipe.strategy.host_memory import peak_host_bytes
 from lightning_dpipe.strategy.loaders import loader_batch_size
 from lightning_dpipe.strategy.strategy import DiffusionPipeStrategy
 
@@ -41,10 +44,13 @@ class RunSummary(Callback):
         self._seen: Timeline | None = None
         self._num_steps = 0
         self._start_s = self._end_s = 0.0
+        self._peaks_before: tuple[int, ...] = ()
+        self._link: HostLink | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Say what will run."""
         self._num_steps = 0
+        self._peaks_before = self._peaks(trainer)
         if trainer.is_global_zero:
             _show(self._before(trainer, pl_module))
 
@@ -64,8 +70,15 @@ class RunSummary(Callback):
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Say what ran and where everything is."""
+        peaks = self._peaks(trainer)
         if trainer.is_global_zero:
-            _show(self._after(trainer))
+            text = f"at most {_gib(peaks)} (to make the model {_gib(self._peaks_before)})"
+            _show(self._after(trainer) | {"host memory": text})
+
+    def _peaks(self, trainer: Any) -> tuple[int, ...]:
+        """Peak host memory so far, by rank. Collective."""
+        self._link = self._link or getattr(trainer.strategy, "link", None) or HostLink()
+        return self._link.gather(peak_host_bytes())
 
     def _before(self, trainer: Any, module: Any) -> dict[str, str]:
         batch_size, world_size = _batch_size(trainer), trainer.world_size
@@ -141,6 +154,10 @@ def run_line(folder: Path, *, offline: bool) -> str:
     return f"{folder}{sync}"
 
 
+def _gib(by_rank: Sequence[int]) -> str:
+    return ", ".join(f"{peak / 2**30:.2f}" for peak in by_rank) + " GiB"
+
+
 def _ranks(drawn: Drawn) -> str:
     """How near each sample came: the place of the asked image among all real ones."""
     text = (
@@ -174,5 +191,5 @@ def _find(trainer: Any, kind: type[C]) -> C | None:
 
 
 def _show(lines: dict[str, str]) -> None:
-    text = "\n".join(f"{name:<12}{value}" for name, value in lines.items())
+    text = "\n".join(f"{name:<13}{value}" for name, value in lines.items())
     print(f"\n{text}\n", flush=True)

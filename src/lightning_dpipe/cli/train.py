@@ -22,6 +22,7 @@ from lightning_dpipe.cli.parts import (
     build_strategy,
     one_thread_per_rank,
 )
+from lightning_dpipe.cli.provenance import Provenance
 from lightning_dpipe.cli.summary import RunSummary
 from lightning_dpipe.core.errors import DPipeError
 
@@ -54,10 +55,12 @@ def build_trainer(config: DictConfig, strategy: Any) -> L.Trainer:
     """Trainer with strategy, callbacks and logger."""
     folder = HydraConfig.get().runtime.output_dir
     logger = build_logger(config)
+    recipe = HydraConfig.get().runtime.choices.get("recipe")
+    callbacks = build_callbacks(config, logs=logger is not None)
     trainer: L.Trainer = instantiate(
         config.trainer,
         strategy=strategy,
-        callbacks=[*build_callbacks(config, logs=logger is not None), RunSummary(folder)],
+        callbacks=[*callbacks, Provenance(recipe), RunSummary(folder)],
         logger=logger or False,
     )
     return trainer

@@ -72,8 +72,8 @@ class TextPart:
         model, config_class = self.kind.value
         part = f"text_encoder{suffix(self.place)}"
         check_given(config, source, part)
-        if source is not None:
-            return source.load(model, part)
+        if source is not None and source.has(part):
+            return source.load(model, part, config)
         return model._from_config(config_class(**(config or {})), attn_implementation="sdpa")
 
     def component(self, model: Any, *, prefix: str = "") -> FrozenComponent:
@@ -116,7 +116,7 @@ class TextPart:
                 f"num_tokens has {len(lengths)} lengths, the model reads captions with at least "
                 f"{self.place} tokenizers; give one length for each"
             )
-        if source is not None:
+        if source is not None and source.has_tokenizer:
             made = caption_fields(source, [""], lengths)
             return {name: tuple(made[name][0].tolist()) for name in self.fields}
         config, length = model.config, lengths[self.place - 1]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_dpipe.core.graph import ComponentKind, ModelGraph, Value
+from lightning_dpipe.profiling.standins import standing_in
 from lightning_dpipe.runtime.bound import Binding
 from lightning_dpipe.runtime.transport import torch_dtype
 
@@ -21,6 +22,7 @@ class MeasuringInputs:
     def __init__(
         self, graph: ModelGraph, binding: Binding, device: torch.device, num_samples: int
     ) -> None:
+        self._device = device
         generator = torch.Generator().manual_seed(0)
         fields = set(graph.inputs) | ({graph.feedback.writes} if graph.feedback else set())
         self._values: dict[int, Tensor] = {
@@ -39,7 +41,8 @@ class MeasuringInputs:
         values = dict(self._values)
         with torch.no_grad():
             for layer in binding.layers[component]:
-                values.update(layer.run(values))
+                with standing_in(layer.parameters, self._device):
+                    values.update(layer.run(values))
         self._values.update((v, values[v]) for v in wanted)
 
     def at(self, values: Iterable[int], num_samples: int) -> dict[int, Tensor]:

@@ -23,6 +23,7 @@ from lightning_dpipe.profiling.clock import Clock, Repeats, clock_for, median_us
 from lightning_dpipe.profiling.inputs import MeasuringInputs
 from lightning_dpipe.profiling.optimizer import OptimizerCost, measure_optimizer
 from lightning_dpipe.profiling.saved import SavedBytes
+from lightning_dpipe.profiling.standins import standing_in
 from lightning_dpipe.runtime.bound import Binding, BoundLayer, BoundLoss
 
 Progress = Callable[[str], None]
@@ -46,7 +47,8 @@ def measure_layers(
     The times of a backbone's last layer include its loss.
 
     Args:
-        binding: The model's callables; weights must be on `device`.
+        binding: The model's callables; weights must be on `device`, or on meta: then made-up ones
+            stand in, one layer at a time.
         graph: Their graph.
         samples: Component name -> local batch sizes to measure at.
         device: Where to measure.
@@ -77,7 +79,7 @@ def measure_layers(
             for size in sorted(set(samples[component.name])):
                 tell(f"{component.name} at {size} samples")
                 late = deadline_s is not None and time.monotonic() > deadline_s
-                run = _ComponentRun(component, graph, binding, clock)
+                run = _ComponentRun(component, graph, binding, clock, device)
                 with _autocast(device, autocast):
                     run.measure(inputs, size, Repeats(warmup=1, repeats=1) if late else repeats)
                 runs.append(run)
@@ -112,7 +114,9 @@ class _ComponentRun:
         graph: ModelGraph,
         binding: Binding,
         clock: Clock,
+        device: torch.device,
     ) -> None:
+        self.device = device
         self.trains = component.kind is ComponentKind.BACKBONE
         self.layers = binding.layers[component.name]
         self.loss: BoundLoss | None = binding.losses.get(component.name)
@@ -158,9 +162,14 @@ class _ComponentRun:
                 v: values[v].detach().requires_grad_() if v in self.leaves else values[v]
                 for v in self.reads[index]
             }
-            outputs, us = self._layer(index, layer, reads, kind)
+            with standing_in(layer.parameters, self.device) as made_up:
+                if made_up and torch.is_autocast_enabled(self.device.type):
+                    # In training a weight is cast once a step, not in every micro-batch.
+                    with torch.set_grad_enabled(self.trains):
+                        layer.run(reads)
+                outputs, us = self._layer(index, layer, reads, kind)
             total_us += us
-            values.update({v: tensor.detach() for v, tensor in outputs.items()})
+            values.update(outputs)
             for value in [v for v in values if last_read.get(v, -1) <= index]:
                 del values[value]
         return total_us
@@ -168,7 +177,7 @@ class _ComponentRun:
     def _layer(
         self, index: int, layer: BoundLayer, reads: dict[int, Tensor], kind: _Pass
     ) -> tuple[dict[int, Tensor], float]:
-        """Forward of one layer, then what the pass is about."""
+        """Forward of one layer, then what the pass is about; its outputs without their graph."""
         loss = self.loss if index == len(self.layers) - 1 else None
         times = self.times[index]
 
@@ -190,7 +199,7 @@ class _ComponentRun:
         after_us = self._backward(layer, roots, leaves, kind, times) if roots else 0.0
         if kind is _Pass.BACKWARD:
             times.forward_us.append(forward_us)
-        return outputs, forward_us + after_us
+        return {v: tensor.detach() for v, tensor in outputs.items()}, forward_us + after_us
 
     def _backward(
         self,
@@ -271,7 +280,7 @@ def _check(
             )
         for layer in binding.layers[component.name]:
             for p in layer.parameters:
-                if p.device.type != device.type:
+                if p.device.type not in (device.type, "meta"):
                     raise ProfileError(
                         f"a weight of {component.name}.{layer.name} is on {p.device}, the profile "
                         f"is of {device}; move the model there before profiling it"

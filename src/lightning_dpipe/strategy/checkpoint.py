@@ -107,7 +107,7 @@ def broadcast_weights(module: nn.Module, link: HostLink) -> None:
         return
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
-            if tensor.numel():
+            if tensor.numel() and not tensor.is_meta:
                 torch.distributed.broadcast(tensor.data, 0)
 
 

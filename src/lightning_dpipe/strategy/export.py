@@ -4,6 +4,8 @@ In:     a configured module on the CPU and a checkpoint of it (any stage count w
 Out:    a folder per part in diffusers' layout (``unet``, ``vae``, ``text_encoder``, ``scheduler``,
         ...), averaged weights beside the raw ones (``unet_ema``), and a model card. Where the
         module knows its pipeline, the folder is one: ``DiffusionPipeline.from_pretrained(folder)``.
+        Of a model with LoRA only the adapters: ``pytorch_lora_weights.safetensors`` for
+        ``load_lora_weights(folder)``, averaged ones in ``ema/``.
 """
 
 from collections.abc import Mapping
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dpipe.core.errors import DPipeError
+from lightning_dpipe.models.lora import has_lora, save_lora
 from lightning_dpipe.strategy.callbacks.whole import whole_weights
 from lightning_dpipe.strategy.checkpoint import load_model_state
 from lightning_dpipe.strategy.module import DiffusionModule
@@ -37,6 +40,7 @@ class Exported:
     parts: tuple[str, ...]
     averaged: tuple[str, ...]
     pipeline: str | None
+    lora: bool = False
 
 
 def export(module: DiffusionModule, checkpoint: Mapping[str, Any], folder: Path) -> Exported:
@@ -64,6 +68,35 @@ def export(module: DiffusionModule, checkpoint: Mapping[str, Any], folder: Path)
     except (KeyError, RuntimeError) as error:
         raise DPipeError(f"the checkpoint is not of this model: {error}") from error
     folder.mkdir(parents=True, exist_ok=True)
+    adapted = [part for part in parts.values() if has_lora(part)]
+    done = (
+        _save_adapters(module, adapted[0], _average(checkpoint), folder)
+        if adapted
+        else _save_whole(module, parts, _average(checkpoint), folder)
+    )
+    (folder / "README.md").write_text(_card(module, checkpoint, done), encoding="utf-8")
+    return done
+
+
+def _save_adapters(
+    module: DiffusionModule, part: Any, average: Mapping[str, Tensor], folder: Path
+) -> Exported:
+    """Save what LoRA trained; all else is as in the model it was trained on."""
+    save_lora(part, folder)
+    if average:
+        with whole_weights(module, average):
+            save_lora(part, folder / "ema")
+    file = "pytorch_lora_weights.safetensors"
+    averaged = (f"ema/{file}",) if average else ()
+    return Exported(parts=(file,), averaged=averaged, pipeline=None, lora=True)
+
+
+def _save_whole(
+    module: DiffusionModule,
+    parts: Mapping[str, Any],
+    average: Mapping[str, Tensor],
+    folder: Path,
+) -> Exported:
     for name, part in parts.items():
         part.save_pretrained(folder / _folder(name))
     scheduler: Any = getattr(module, "scheduler", None)
@@ -72,14 +105,12 @@ def export(module: DiffusionModule, checkpoint: Mapping[str, Any], folder: Path)
     pipeline = module.to_pipeline()
     if pipeline is not None:
         pipeline.save_pretrained(folder)
-    averaged = _save_averaged(module, parts, _average(checkpoint), folder)
-    done = Exported(
+    averaged = _save_averaged(module, parts, average, folder)
+    return Exported(
         parts=tuple(map(_folder, parts)),
         averaged=averaged,
         pipeline=None if pipeline is None else type(pipeline).__name__,
     )
-    (folder / "README.md").write_text(_card(module, checkpoint, done), encoding="utf-8")
-    return done
 
 
 def _save_averaged(
@@ -131,8 +162,20 @@ def _card(module: DiffusionModule, checkpoint: Mapping[str, Any], done: Exported
         "",
         f"Parts: {', '.join(done.parts)}.",
     ]
+    run: Mapping[str, Any] = checkpoint.get("dpipe_run", {})
+    for label, key in (
+        ("Recipe", "recipe"),
+        ("Training samples", "num_samples"),
+        ("Samples per step", "samples_per_step"),
+        ("Commit of lightning-dpipe", "commit"),
+    ):
+        if run.get(key) is not None:
+            lines += ["", f"{label}: {run[key]}"]
+    lines.append("")
     if done.averaged:
         lines.append(f"Averaged weights (EMA): {', '.join(done.averaged)}.")
+    if done.lora:
+        lines += ["", "    pipeline_of_the_base_model.load_lora_weights(FOLDER)"]
     if done.pipeline is not None:
         lines += ["", f"    diffusers.{done.pipeline}.from_pretrained(FOLDER)"]
     lines += [

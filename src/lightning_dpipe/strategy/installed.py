@@ -19,6 +19,7 @@ from lightning_dpipe.core.errors import UnsupportedError
 from lightning_dpipe.core.jsonio import digest
 from lightning_dpipe.core.plan import Plan
 from lightning_dpipe.core.profile import Profile
+from lightning_dpipe.models.binding import bind
 from lightning_dpipe.planning.explain import explain
 from lightning_dpipe.planning.matching import check_batch_of
 from lightning_dpipe.runtime.distributed import DistTransport
@@ -66,15 +67,23 @@ class Installation:
                 return cls._keep(module, old, built, old.session, make_runner)
             session = _session(module, built, setting, link, old.session._reducer)
             return cls._keep(module, old, built, session, make_runner)
-        if any(p.is_meta for p in module.parameters()):
+        later = module.later
+        if any(p.is_meta for p in module.parameters()) and not (
+            later is not None and later.explains(module.parameters())
+        ):
             raise UnsupportedError(
                 f"{type(module).__name__} has weights on meta that no earlier run of this process "
                 "explains; build a new module and load a checkpoint into it"
             )
         broadcast_weights(module, link)
         built = build(module.spec, options, setting, link)
+        cut(module, built.binding, built.plan, built.plan.locate(link.rank)[1])
+        if later is not None:
+            later.fill(module.parameters(), setting.device)
+            module.later = None
+        # Bound anew: the old binding holds the weights that were cut off.
+        built = replace(built, binding=bind(module.spec, built.graph))
         session = _session(module, built, setting, link, make_reducer(built.plan.replica_sets))
-        cut(module, built.binding, built.plan, session.position)
         if setting.device.type == "cuda":
             torch.cuda.empty_cache()
         if link.rank == 0 and built.profile is not None:

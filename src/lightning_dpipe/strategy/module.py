@@ -14,6 +14,7 @@ that validation noise is the same in every epoch, for every batch size and numbe
 import functools
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,9 +22,13 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_dpipe.core.errors import SpecError
+from lightning_dpipe.models.deferred import current_recording
 from lightning_dpipe.models.spec import DRAW_KEY, PipelineSpec
+from lightning_dpipe.models.turns import taking_turns
 from lightning_dpipe.objective.draws import at_level, coin
+from lightning_dpipe.strategy.later import Later, build_later, needed_everywhere
 from lightning_dpipe.strategy.local import num_samples, sample_losses, select_fields
+from lightning_dpipe.strategy.turns import node_turns
 
 _CONSUMED = "dpipe_batches_consumed"
 
@@ -49,6 +54,7 @@ class DiffusionModule(LightningModule):
         self._spec: PipelineSpec | None = None
         self._frozen_modules: tuple[nn.Module, ...] = ()
         self._evaluated: tuple[dict[str, Tensor], bool] | None = None
+        self.later: Later | None = None  # weights that a strategy fills in once it has a plan
         self._seen: dict[int, int] = {}  # loader -> this rank's samples before the current batch
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -249,7 +255,21 @@ def _draw_keys(batch: int, first: int, count: int, rank: int, world_size: int) -
 def _prepared_after(configure_model: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(configure_model)
     def configure_and_prepare(self: DiffusionModule) -> None:
-        configure_model(self)
+        turns = None if self._trainer is None else node_turns(self._trainer.local_rank)
+        with nullcontext() if turns is None else taking_turns(turns):
+            configure(self)
+
+    def configure(self: DiffusionModule) -> None:
+        strategy: Any = None if self._trainer is None else self._trainer.strategy
+        nested = current_recording() is not None  # called by a subclass's own
+        if nested or not getattr(strategy, "defers_weights", False):
+            configure_model(self)
+            self.prepare_spec()
+            return
+        later = build_later(self, lambda: configure_model(self), strategy.link)
         self.prepare_spec()
+        if later is not None:
+            later.fill(needed_everywhere(self, self.spec))
+            self.later = later
 
     return configure_and_prepare

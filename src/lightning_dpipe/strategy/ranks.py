@@ -30,8 +30,16 @@ from lightning_dpipe.strategy.watch import Nursery, Watch, end_all, follow_paren
 class RankedStrategy(ParallelStrategy):
     """Starts ranks, connects them and watches over them."""
 
-    def __init__(self, *, backend: str | None, timeout: timedelta, **lightning: Any) -> None:
+    def __init__(
+        self,
+        *,
+        backend: str | None,
+        timeout: timedelta,
+        defer_weights: bool = True,
+        **lightning: Any,
+    ) -> None:
         super().__init__(**lightning)
+        self.defers_weights = defer_weights
         self._backend = backend
         self._timeout = timeout
         self._num_nodes = 1

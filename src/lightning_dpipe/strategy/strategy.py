@@ -71,8 +71,8 @@ class DiffusionPipeStrategy(RankedStrategy):
             ``"time"`` too; see `strategy.devices`.
         batch_size: Samples per device, if the loader does not say.
         replan_every_n_steps: Steps after which filled bubbles are filled anew from measured times.
-        weights_only: As in ``torch.load``, for checkpoints to resume from: Lightning does not hand
-            the Trainer's own argument to strategies that cut the model first.
+        defer_weights: Make a rank's weights after the plan: it never holds those of other stages.
+        weights_only: As in ``torch.load``, to resume: Lightning does not hand the Trainer's own on.
         process_group_backend: ``gloo``, ``nccl``; by default what the device needs.
         timeout: After which a collective that waits gives up.
     """

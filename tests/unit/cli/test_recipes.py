@@ -17,6 +17,7 @@ from lightning_dpipe.cli.__main__ import main
         ("recipe=pixart_tiny",),
         ("recipe=sd3_tiny",),
         ("recipe=flux_tiny",),
+        ("recipe=sd21_lora_tiny",),
     ],
     ids=" ".join,
 )

@@ -30,7 +30,8 @@ class ControlNet(CaptionedModule):
         options: See `CaptionedModule`.
 
     Raises:
-        UnsupportedError: Self-conditioning is asked for: the locked U-Net was trained without.
+        UnsupportedError: Self-conditioning is asked for (the locked U-Net was trained without), or
+            LoRA.
     """
 
     kind = UNet2DConditionModel
@@ -43,12 +44,17 @@ class ControlNet(CaptionedModule):
                 f"self_conditioning={self.config.self_conditioning} for a ControlNet: the locked "
                 "U-Net does not read an estimate; use null"
             )
+        if self.config.lora is not None:
+            raise UnsupportedError("lora for a ControlNet: all of the copy is trained; use null")
         self.controlnet_config = controlnet
 
     def build_backbone(self) -> None:
         """The locked U-Net and its trained copy."""
         super().build_backbone()
-        if self.controlnet_config is None:
+        source = self.config.source
+        if source is not None and source.has("controlnet"):
+            self.controlnet = source.load(ControlNetModel, "controlnet", self.controlnet_config)
+        elif self.controlnet_config is None:
             self.controlnet = ControlNetModel.from_unet(self.unet)
         else:
             self.controlnet = ControlNetModel(**self.controlnet_config)
@@ -85,7 +91,7 @@ class ControlNet(CaptionedModule):
 
     def to_pipeline(self) -> StableDiffusionControlNetPipeline | None:
         """diffusers' pipeline, if there is a tokenizer."""
-        source = self.config.source
+        source = self.config.pipeline_source
         if source is None:
             return None
         return StableDiffusionControlNetPipeline(

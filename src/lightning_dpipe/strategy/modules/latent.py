@@ -53,7 +53,10 @@ class LatentConfig:
         image_size: Side of the images in pixels.
         vae: Arguments of diffusers' ``AutoencoderKL``.
         pretrained: Folder or hub id of a diffusers pipeline, which brings its own configurations;
-            None: the ones given, with random weights.
+            or one file (``.safetensors``, ``.ckpt``), of a model as configured here; None: the
+            configurations given, with random weights.
+        parts: Where single parts come from instead (``vae``, ``unet``, ``controlnet``,
+            ``text_encoder``, ``tokenizer``): the part's folder, one file, or hub id.
         revision: Of the hub.
         variant: Of the hub's files.
         scheduler: A diffusers scheduler: noise, timesteps and what the model predicts; None takes
@@ -63,6 +66,7 @@ class LatentConfig:
         min_snr_gamma: Weigh losses by min-SNR; None weighs all alike.
         prediction: What the backbone predicts, if not what the scheduler says.
         noise_offset: See `noise_component`.
+        lora: Train low-rank adapters only: fields of `models.lora.LoRA`; None trains the backbone.
         buckets: More shape classes beside the square of `image_size`: (height, width) by name.
         precomputed: Batches hold ``moments`` (mean and log-variance, see `data.latents`) instead of
             images, and the VAE's encoder does not run.
@@ -71,6 +75,7 @@ class LatentConfig:
     image_size: int = 512
     vae: Mapping[str, Any] | None = None
     pretrained: str | None = None
+    parts: Mapping[str, str] | None = None
     revision: str | None = None
     variant: str | None = None
     scheduler: Any = None
@@ -82,13 +87,25 @@ class LatentConfig:
     optimizer: AdamWConfig = field(default_factory=AdamWConfig)
     buckets: Mapping[str, Sequence[int]] | None = None
     precomputed: bool = False
+    lora: Mapping[str, Any] | None = None
 
     @property
     def source(self) -> Source | None:
         """Where trained weights come from."""
-        if self.pretrained is None:
+        if self.pretrained is None and not self.parts:
             return None
-        return Source(path=self.pretrained, revision=self.revision, variant=self.variant)
+        return Source(
+            path=self.pretrained,
+            revision=self.revision,
+            variant=self.variant,
+            parts=dict(self.parts or {}),
+        )
+
+    @property
+    def pipeline_source(self) -> Source | None:
+        """The same, if it is a whole pipeline: one file has neither tokenizer nor scheduler."""
+        source = self.source
+        return source if source is not None and source.has_tokenizer else None
 
 
 class LatentModule(DiffusionModule):
@@ -134,9 +151,9 @@ class LatentModule(DiffusionModule):
         self.latent_shape = _latent_shape(self.vae, "image_size", (side, side))
         scheduler = config.scheduler
         if scheduler is None:
-            if source is None:
+            if config.pipeline_source is None:
                 raise SpecError("no scheduler is given, and no pretrained pipeline that has one")
-            scheduler = source.load(self.scheduler_kind, "scheduler")
+            scheduler = config.pipeline_source.load(self.scheduler_kind, "scheduler")
         self.scheduler = scheduler
 
     def build_backbone(self) -> None:

@@ -54,6 +54,7 @@ class LatentConsistency(StableDiffusion):
         for name, value in (
             ("self_conditioning", self.config.self_conditioning),
             ("min_snr_gamma", self.config.min_snr_gamma),
+            ("lora", self.config.lora),
             ("caption_dropout", self.caption_dropout or None),
         ):
             if value is not None:
@@ -149,9 +150,9 @@ class LatentConsistency(StableDiffusion):
 
     def to_pipeline(self) -> StableDiffusionPipeline | None:
         """diffusers' pipeline with its LCM scheduler; call it with ``guidance_scale=1``."""
-        if self.config.source is None:
+        if self.config.pipeline_source is None:
             return None
-        parts = self.pipeline_parts(self.config.source)
+        parts = self.pipeline_parts(self.config.pipeline_source)
         parts["scheduler"] = self.sampler()
         return StableDiffusionPipeline(unet=self.unet, **parts, **UNCHECKED)
 

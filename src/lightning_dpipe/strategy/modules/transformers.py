@@ -110,7 +110,7 @@ class PixArt(CaptionedModule):
 
     def to_pipeline(self) -> PixArtAlphaPipeline | None:
         """diffusers' pipeline, if there is a tokenizer and the model reads no estimate."""
-        source = self.config.source
+        source = self.config.pipeline_source
         if source is None or self.config.self_conditioning is not None:
             return None
         return PixArtAlphaPipeline(transformer=self.transformer, **self.pipeline_parts(source))
