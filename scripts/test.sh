@@ -16,4 +16,5 @@ step "ruff check" "$python" -m ruff check .
 step "ruff format" "$python" -m ruff format --check .
 step "mypy" "$python" -m mypy
 [ $# -gt 0 ] || set -- tests
-step "pytest" "$python" -m pytest --durations=15 "$@"
+# Files stay whole, so that fixtures of a module are made once; two at a time suit two cores.
+step "pytest" "$python" -m pytest --durations=15 -n "${TEST_WORKERS:-2}" --dist loadfile "$@"
