@@ -1,6 +1,6 @@
 """Do the recipes learn, not only run? Samples are judged by what knows nothing of the model.
 
-    python -m benchmarks.learning [--quick] [--json]
+    python -m benchmarks.learning [--quick] [--json] [--only digits,captions,hints]
 
 Each run is one process on one core with the recipe's global batch; a pipeline computes the same
 numbers (`python -m benchmarks.parity`).
@@ -10,11 +10,17 @@ digits    `digits_dit` with and without self-conditioning, several seeds each. A
           asked for is the accuracy, and its own on held-out real digits says what to expect of
           perfect samples. `distance` is the Frechet distance between Gaussians fitted to the pixels
           of samples and of held-out digits; that of the training digits is given beside it.
+captions  `emoji_unet`: place of the asked picture among all 400 real ones, by pixel distance, for
+          captions that were held out. The control judges the same samples against other held-out
+          captions, so that a model which ignores captions scores like it.
+hints     A ControlNet on drawn circles, on pixels in place of a VAE (`benchmarks.models_circles`):
+          does the drawn circle lie where its outline is? The control is the same locked U-Net
+          without its ControlNet, which knows the colours but not the place.
 """
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -25,12 +31,17 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 from sklearn.svm import SVC
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from benchmarks.common import OUT, Report, parser, show
+from benchmarks.models_circles import SIZE, TOKENS, Circles
 from lightning_dpipe.cli.parts import build_data, build_module
 from lightning_dpipe.cli.paths import config_dir
+from lightning_dpipe.data.circles import Circle, CirclesDataModule
 from lightning_dpipe.data.digits import NUM_CLASSES
+from lightning_dpipe.data.shapes import COLOURS
 from lightning_dpipe.sampling.grid import save_grid
+from lightning_dpipe.sampling.ranks import nearest_ranks
 
 SEEDS = (1, 2, 3)
 PER_DIGIT = 30
@@ -143,12 +154,121 @@ def _pixels(images: Tensor) -> Floats:
     return levels
 
 
+def captions(report: Report, *, quick: bool) -> None:
+    """Places of held-out pictures, and those of the control."""
+    steps = 300 if quick else 1500
+    recipe = ["recipe=emoji_unet", "data.batch_size=16", f"trainer.max_steps={steps}"]
+    module, data, config, seconds = trained(recipe, seed=0)
+    data.setup()
+    asked = data.val_dataloader().dataset.fields
+    images = draw(module, asked, config)
+    real = torch.cat([asked["image"], data.train_dataloader().dataset.fields["image"]])
+    own = torch.arange(len(images))
+    ranks = nearest_ranks(images, real, own)
+    # Every other held-out caption in turn: the place of a picture that was not asked for.
+    others = [r for k in range(1, len(own)) for r in nearest_ranks(images, real, own.roll(k))]
+    report.rows += [
+        {"run": f"captions, {name}", "seed": 0, "steps": steps, "train_s": seconds,
+         "accuracy": float(np.mean([r == 1 for r in places])), "distance": float(np.median(places))}
+        for name, places in (("asked", ranks), ("control", others))
+    ]  # fmt: skip
+    report.figures |= {
+        "captions_nearest": float(np.mean([r == 1 for r in ranks])),
+        "captions_nearest_control": float(np.mean([r == 1 for r in others])),
+        "captions_median_place": float(np.median(ranks)),
+        "captions_median_place_control": float(np.median(others)),
+        "captions_pictures": float(len(real)),
+    }
+    report.figures["captions_place_ratio"] = float(np.median(others)) / float(np.median(ranks))
+    report.bar("captions_place_ratio", ">=", 2.0 if quick else 5.0)
+    save_grid(
+        OUT / "learning_captions.png",
+        {"real": asked["image"], "drawn": images},
+        data.validation_captions,
+    )
+
+
+def hints(report: Report, *, quick: bool) -> None:
+    """How well drawn circles match their outlines, with the ControlNet and without."""
+    steps = 150 if quick else 600
+    L.seed_everything(0, verbose=False)
+    data = CirclesDataModule(batch_size=16, size=SIZE, num_samples=4000, num_tokens=TOKENS)
+    base = Circles()
+    seconds = fit(base, data, max_steps=steps)
+    asked = data.val_dataloader().dataset
+    fields = default_collate([asked[i] for i in range(len(asked))])
+    drawn = {"no hint": base.draw(fields)}
+    controlled = Circles(locked=base.unet)
+    seconds += fit(controlled, data, max_steps=steps)
+    drawn["hint"] = controlled.draw(fields)
+    for name, images in drawn.items():
+        overlap, apart, colour = followed(images, fields["image"], asked.circles)
+        key = name.replace(" ", "_")
+        report.rows.append(
+            {"run": f"circles, {name}", "seed": 0, "steps": steps, "train_s": seconds,
+             "accuracy": colour, "distance": apart}
+        )  # fmt: skip
+        report.figures |= {
+            f"circles_{key}_overlap": overlap,
+            f"circles_{key}_centre_error": apart,
+            f"circles_{key}_colours": colour,
+        }
+        show(str(report.rows[-1]))
+    report.figures["circles_error_ratio"] = (
+        report.figures["circles_no_hint_centre_error"] / report.figures["circles_hint_centre_error"]
+    )
+    report.bar("circles_error_ratio", ">=", 1.5 if quick else 3.0)
+    save_grid(
+        OUT / "learning_circles.png", {"real": fields["image"], **drawn}, data.validation_captions
+    )
+
+
+def followed(images: Tensor, real: Tensor, circles: Sequence[Circle]) -> tuple[float, float, float]:
+    """Overlap of drawn and asked circle, distance of centres, share of colours that are right.
+
+    A pixel is of the circle if it is nearer to the colour asked for inside than to the one around.
+    The overlap is intersection over union; the distance is in sides of the picture; of the colours,
+    the mean one of the asked circle and of the rest must be nearest to what was asked, of all six.
+    """
+    overlaps, apart, right = [], [], []
+    table = torch.tensor(list(COLOURS.values())) * 2 - 1
+    names = list(COLOURS)
+    axis = (torch.arange(SIZE) + 0.5) / SIZE
+    for image, truth, circle in zip(images, real, circles, strict=True):
+        two = table[[names.index(circle.inside), names.index(circle.around)]]
+        masks = []
+        for picture in (image, truth):
+            distances = torch.cdist(picture.flatten(1).T, two)
+            masks.append((distances[:, 0] < distances[:, 1]).view(SIZE, SIZE))
+        drawn, asked = masks
+        overlaps.append(float((drawn & asked).sum() / (drawn | asked).sum().clamp(min=1)))
+        count = drawn.sum().clamp(min=1)
+        x, y = float((drawn * axis).sum() / count), float((drawn * axis[:, None]).sum() / count)
+        apart.append(((x - circle.x) ** 2 + (y - circle.y) ** 2) ** 0.5)
+        for mask, name in ((asked, circle.inside), (~asked, circle.around)):
+            nearest = torch.cdist(image[:, mask].mean(1)[None], table).argmin()
+            right.append(names[int(nearest)] == name)
+    return float(np.mean(overlaps)), float(np.mean(apart)), float(np.mean(right))
+
+
+PARTS: Mapping[str, Callable[..., None]] = {
+    "digits": digits,
+    "captions": captions,
+    "hints": hints,
+}
+
+
 def main() -> int:
-    """Run it."""
-    options = parser(__doc__).parse_args()
+    """Run the chosen parts."""
+    command_line = parser(__doc__)
+    command_line.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+    options = command_line.parse_args()
     torch.set_num_threads(1)
     report = Report("learning")
-    digits(report, quick=options.quick)
+    for name in options.only.split(","):
+        if name not in PARTS:
+            command_line.error(f"--only {name}: choose from {', '.join(PARTS)}")
+        PARTS[name](report, quick=options.quick)
     return report.finish(as_json=options.json)
 
 

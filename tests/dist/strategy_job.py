@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,9 @@ def parity(folder: Path) -> None:
     (folder / f"again.{trainer.global_rank}.json").write_text(
         json.dumps({"val": again, "predicted": [float(p) for p in predicted or ()]})
     )
+    if trainer.global_rank:  # has more to do than the launching process
+        time.sleep(2.0)
+        (folder / "last").touch()
 
 
 def window(folder: Path) -> None:

@@ -202,6 +202,10 @@ def test_an_average_over_two_stages_is_one_processs_and_what_validation_sees(
     assert abs(val[-1] - rows(parity, "pipe")["val"][-1]) > 1e-4  # not the weights' own
 
 
+def test_the_launching_process_ends_after_the_ranks_that_take_longer(parity: Path) -> None:
+    assert (parity / "last").exists()
+
+
 def test_validate_and_predict_after_fit_agree_on_all_ranks(parity: Path) -> None:
     first, second = rows(parity, "again", 0), rows(parity, "again", 1)
     assert first == second

@@ -4,6 +4,7 @@ In:     Lightning's cluster environment, or torchrun's, or SLURM's.
 Out:    a `ParallelStrategy` without a model: `DiffusionPipeStrategy` adds plan, steps and files.
 """
 
+import atexit
 import subprocess
 from collections.abc import Sequence
 from datetime import timedelta
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from lightning_dpipe.core.errors import CAUSE
 from lightning_dpipe.strategy.collectives import HostLink
 from lightning_dpipe.strategy.launcher import DPipeLauncher, reset_for_new_job
-from lightning_dpipe.strategy.watch import Nursery, Watch, end_all, follow_parent
+from lightning_dpipe.strategy.watch import Nursery, Watch, end_all, follow_parent, outlast
 
 
 class RankedStrategy(ParallelStrategy):
@@ -119,6 +120,7 @@ class RankedStrategy(ParallelStrategy):
     def _on_launch(self, children: Sequence["subprocess.Popen[bytes]"]) -> None:
         self._children = children
         if children:
+            atexit.register(outlast, children)
             self._nursery = Nursery(children)
             self._nursery.start()
         follow_parent()

@@ -231,6 +231,27 @@ def end_all(children: Sequence["subprocess.Popen[bytes]"], *, patience_s: float)
             child.wait()
 
 
+def outlast(children: Sequence["subprocess.Popen[bytes]"], *, patience_s: float = 300.0) -> None:
+    """Let child processes finish what they do after the run, a larger stage's files say.
+
+    They end with the launching process (`follow_parent`), so that one leaves last.
+    """
+    deadline_s = time.monotonic() + patience_s
+    told_s = time.monotonic() + _SILENCE_S
+    while any(child.poll() is None for child in children) and time.monotonic() < deadline_s:
+        if time.monotonic() > told_s:
+            busy = [str(i) for i, c in enumerate(children, start=1) if c.poll() is None]
+            print(
+                f"[rank 0] done; waiting up to {patience_s:.0f} s for local ranks "
+                f"{', '.join(busy)} to finish",
+                file=sys.stderr,
+                flush=True,
+            )
+            told_s = deadline_s
+        time.sleep(0.02)
+    end_all(children, patience_s=0.0)
+
+
 def follow_parent() -> None:
     """In a launched child: end when the launching process is gone, however it ended."""
     parent = int(os.environ.get(PARENT, "0"))

@@ -4,13 +4,14 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from lightning_dpipe.core.errors import PlanError, RankError
 from lightning_dpipe.strategy.failure import is_consequence, report_of, report_of_exit
-from lightning_dpipe.strategy.watch import Watch, end_all
+from lightning_dpipe.strategy.watch import Watch, end_all, outlast
 
 
 @pytest.fixture
@@ -133,3 +134,15 @@ def test_children_that_do_not_end_are_ended() -> None:
     end_all([child], patience_s=0.1)
     assert child.returncode == -9
     assert not os.path.exists(f"/proc/{child.pid}/task")
+
+
+def test_a_child_finishes_its_files_before_the_launching_process_leaves(tmp_path: Path) -> None:
+    code = "import sys, time, pathlib; time.sleep(1); pathlib.Path(sys.argv[1]).touch()"
+    children = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path / name)]) for name in ("a", "b")
+    ]
+    outlast(children)
+    assert {p.name for p in tmp_path.iterdir()} == {"a", "b"}
+    stuck = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    outlast([stuck], patience_s=0.2)
+    assert stuck.returncode is not None
