@@ -67,7 +67,7 @@ def run(config: DictConfig, flags: Sequence[str] = ()) -> None:
     print(f"drawn     in {time.monotonic() - began:.1f} s")
     _write(folder, images, prompts)
     facts: dict[str, Any] = {
-        "recipe_checkpoint": None if source is None else source.name,
+        "checkpoint": None if source is None else source.name,
         "global_step": checkpoint.get("global_step"),
         "averaged_weights": bool(average_of(checkpoint)),
         "seed": module.seed,
