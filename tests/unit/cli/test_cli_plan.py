@@ -30,6 +30,7 @@ FULL_SIZE = {  # trained weights
     "sd21": 865_910_724,
     "sd21_selfcond": 865_910_724 + 4 * 320 * 9,
     "sd21_lcm": 865_910_724,
+    "sd21_lora": 3_319_808,
     "controlnet": 361_279_120,
     "controlnet_fill50k": 361_279_120,
     "dit_xl2": 749_826_464,

@@ -42,8 +42,8 @@ def test_the_clusters_that_ship_are_valid_and_named_after_their_file(
     assert load(Cluster, tmp_path / "cluster.json") == cluster
 
 
-def test_six_clusters_ship() -> None:
-    names = ["a100_4_l40_4", "cpu_2", "h100_8", "h200_8", "l40_8", "p4de_8x8"]
+def test_the_clusters_that_ship() -> None:
+    names = ["a100_4_l40_4", "cpu_2", "h100_8", "h200_8", "l40_2x8", "l40_8", "p4de_8x8"]
     assert [p.stem for p in FILES] == names
 
 
