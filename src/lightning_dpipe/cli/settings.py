@@ -10,6 +10,15 @@ from lightning_dpipe.cli.leftovers import drop_leftovers
 from lightning_dpipe.core.errors import DPipeError
 
 PLANS_ELSEWHERE = ("plan", "profile")
+DRAWING = {
+    "prompts": None,
+    "mode": "exact",
+    "patches": None,
+    "warmup": 1,
+    "num_steps": None,
+    "guidance": None,
+}
+"""Options of ``dpipe sample`` and what they are by default."""
 WRITES = ("profile", "export", "sample")
 
 
@@ -27,8 +36,9 @@ def settle(config: DictConfig, command: str) -> None:
     if config.out is not None and command not in WRITES:
         theirs = ", ".join(f"`dpipe {name}`" for name in WRITES)
         raise DPipeError(f"out={config.out} is for {theirs}; leave it out")
-    if config.get("prompts") is not None and command != "sample":
-        raise DPipeError(f"prompts={config.prompts} is for `dpipe sample`; leave it out")
+    for name, default in DRAWING.items():
+        if config[name] != default and command != "sample":
+            raise DPipeError(f"{name}={config[name]} is for `dpipe sample`; leave it out")
     if config.profile is not None and command == "profile":
         raise DPipeError(f"profile={config.profile}: `dpipe profile` makes one; use out=FILE")
     if config.profile is not None and command != "plan":
