@@ -56,6 +56,10 @@ COMMANDS = {
             help="a checkpoint (ckpt_path=FILE) as a folder for from_pretrained (out=FOLDER)",
         ),
         Command(
+            name="sample",
+            help="images of a checkpoint (ckpt_path=FILE, prompts=FILE) in a folder (out=FOLDER)",
+        ),
+        Command(
             name="verify",
             help="one step under the plan against one process: same loss, same gradients? (--json)",
             flags=("--json",),

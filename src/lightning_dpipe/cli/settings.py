@@ -10,7 +10,16 @@ from lightning_dpipe.cli.leftovers import drop_leftovers
 from lightning_dpipe.core.errors import DPipeError
 
 PLANS_ELSEWHERE = ("plan", "profile")
-WRITES = ("profile", "export")
+DRAWING = {
+    "prompts": None,
+    "mode": "exact",
+    "patches": None,
+    "warmup": 1,
+    "num_steps": None,
+    "guidance": None,
+}
+"""Options of ``dpipe sample`` and what they are by default."""
+WRITES = ("profile", "export", "sample")
 
 
 def settle(config: DictConfig, command: str) -> None:
@@ -25,8 +34,11 @@ def settle(config: DictConfig, command: str) -> None:
             "runs on this one: leave it out, or use dpipe plan"
         )
     if config.out is not None and command not in WRITES:
-        theirs = " and ".join(f"`dpipe {name}`" for name in WRITES)
+        theirs = ", ".join(f"`dpipe {name}`" for name in WRITES)
         raise DPipeError(f"out={config.out} is for {theirs}; leave it out")
+    for name, default in DRAWING.items():
+        if config[name] != default and command != "sample":
+            raise DPipeError(f"{name}={config[name]} is for `dpipe sample`; leave it out")
     if config.profile is not None and command == "profile":
         raise DPipeError(f"profile={config.profile}: `dpipe profile` makes one; use out=FILE")
     if config.profile is not None and command != "plan":

@@ -5,6 +5,7 @@ Out:    batches of image float32 ``[batch, 3, size, size]`` in ``[-1, 1]``, and 
         attention_mask int64 ``[batch, max_tokens]``.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import lightning as L
@@ -70,6 +71,14 @@ class EmojiDataModule(L.LightningDataModule):
     def validation_captions(self) -> tuple[str, ...]:
         """The held-out captions, in file order."""
         return tuple(image.caption for image in self.validation_images)
+
+    def tokenized(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """Token fields of any captions, to draw them.
+
+        Raises:
+            DataError: A caption is too long, or MiniLM's package is not installed.
+        """
+        return tokenize(captions, max_tokens=self.max_tokens)
 
     def setup(self, stage: str | None = None) -> None:
         """Decode and tokenize both splits, once.

@@ -10,11 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from lightning_dpipe.core.errors import DataError
 from lightning_dpipe.data.captions import Columns, list_captions
 from lightning_dpipe.data.conditions import Conditions, caption_tokens
 from lightning_dpipe.data.samples import Listing, Sample
 from lightning_dpipe.data.stored import TRAIN, VALIDATION, StoredDataModule, StoredOptions, seed
+from lightning_dpipe.models.parts import Source, caption_fields
 
 
 class ImageFolderDataModule(StoredDataModule):
@@ -60,6 +63,16 @@ class ImageFolderDataModule(StoredDataModule):
     def is_split(self) -> bool:
         """Whether there are folders ``train/`` and ``validation/``."""
         return has_splits(self.path)
+
+    def tokenized(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """Token fields of any captions, to draw them.
+
+        Raises:
+            DataError: No tokenizer is given.
+        """
+        if self.tokenizer is None:
+            raise DataError("prompts need a tokenizer, and none is given; give data.tokenizer=")
+        return caption_fields(Source(path=self.tokenizer), list(captions), self.num_tokens)
 
     def list_part(self, part: str) -> Listing:
         """Read the index of a folder, or the text files beside its images."""

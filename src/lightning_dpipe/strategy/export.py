@@ -70,9 +70,9 @@ def export(module: DiffusionModule, checkpoint: Mapping[str, Any], folder: Path)
     folder.mkdir(parents=True, exist_ok=True)
     adapted = [part for part in parts.values() if has_lora(part)]
     done = (
-        _save_adapters(module, adapted[0], _average(checkpoint), folder)
+        _save_adapters(module, adapted[0], average_of(checkpoint), folder)
         if adapted
-        else _save_whole(module, parts, _average(checkpoint), folder)
+        else _save_whole(module, parts, average_of(checkpoint), folder)
     )
     (folder / "README.md").write_text(_card(module, checkpoint, done), encoding="utf-8")
     return done
@@ -129,7 +129,7 @@ def _save_averaged(
     return tuple(found)
 
 
-def _average(checkpoint: Mapping[str, Any]) -> Mapping[str, Tensor]:
+def average_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Tensor]:
     """The EMA callback's weights, if the run had it."""
     for state in checkpoint.get("callbacks", {}).values():
         if isinstance(state, Mapping) and isinstance(state.get("average"), Mapping):

@@ -43,8 +43,8 @@ def test_an_unknown_command_is_named_with_the_known_ones(
 ) -> None:
     assert main(["trian"]) == 2
     assert (
-        "'trian' is not a command; choose one of train, plan, profile, simulate, export, verify, "
-        "ls, cp" in capsys.readouterr().err
+        "'trian' is not a command; choose one of train, plan, profile, simulate, export, sample, "
+        "verify, ls, cp" in capsys.readouterr().err
     )
     assert main([]) == 2
 

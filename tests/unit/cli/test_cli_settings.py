@@ -44,6 +44,7 @@ def test_a_profile_is_the_strategys_where_a_model_runs() -> None:
         ("train", ["world_size=3", "trainer.num_nodes=2"], "world_size=3 on trainer.num_nodes=2"),
         ("train", ["cluster=l40_8"], "cluster=l40_8 is for machines that are not here"),
         ("verify", ["cluster=l40_8"], "`dpipe verify` runs on this one"),
+        ("train", ["num_steps=3"], "num_steps=3 is for `dpipe sample`"),
         ("plan", ["out=x.json"], "out=x.json is for `dpipe profile`"),
         ("profile", ["profile=x.json"], "`dpipe profile` makes one; use out=FILE"),
         ("train", ["profile=x.json", "strategy=ddp"], "profile= needs strategy=diffusionpipe"),

@@ -128,7 +128,7 @@ class SampleGrid(Callback):
         if "image" not in fields and hasattr(module, "real_images"):
             fields["image"] = module.real_images(fields)
         images = module.draw_samples(fields, num_steps=self.num_steps, guidance=self.guidance)
-        captions = _captions(datamodule, fields)
+        captions = captions_of(datamodule, fields)
         save_grid(path, {"real": fields["image"], "drawn": images}, captions)
         # Held-out images come first, so that a sample's number is its image's place.
         others = [x.fields for x in (asked, datamodule.train_dataloader().dataset) if _in_memory(x)]
@@ -159,9 +159,9 @@ def _score(
     )
 
 
-def _captions(datamodule: Any, fields: Mapping[str, Tensor]) -> Sequence[str]:
+def captions_of(datamodule: Any, fields: Mapping[str, Tensor]) -> Sequence[str]:
     """Captions of the first validation samples: the datamodule's, else labels, else numbers."""
-    count = len(fields["image"])
+    count = len(next(iter(fields.values())))
     if hasattr(datamodule, "validation_captions"):
         return tuple(datamodule.validation_captions)[:count]
     return [str(int(x)) for x in fields.get("label", torch.arange(count))]

@@ -121,8 +121,15 @@ class ClassConditional(DiffusionModule):
 
         The weights must be whole: see `callbacks.whole`.
         """
+        request = self.sample_request(fields, num_steps=num_steps, guidance=guidance)
+        return sample(backbone_denoiser(self.spec.backbones[0]), self.sampler(), request)
+
+    def sample_request(
+        self, fields: Mapping[str, Tensor], *, num_steps: int, guidance: float
+    ) -> SampleRequest:
+        """Starting noise, labels and guidance of `draw_samples`."""
         label = fields["label"].to(self.device)
-        request = SampleRequest(
+        return SampleRequest(
             noise=starting_noise(self.seed, len(label), self.image_shape, self.device),
             num_steps=num_steps,
             conditions={"class_label": label},
@@ -132,5 +139,12 @@ class ClassConditional(DiffusionModule):
             ),
             self_conditioning=self.spec.self_conditioning,
         )
-        scheduler = DDIMScheduler.from_config(self.scheduler.config)
-        return sample(backbone_denoiser(self.spec.backbones[0]), scheduler, request)
+
+    def sampler(self) -> DDIMScheduler:
+        """A fresh scheduler to draw with."""
+        made: DDIMScheduler = DDIMScheduler.from_config(self.scheduler.config)
+        return made
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """The model works on pixels."""
+        return latents

@@ -260,10 +260,17 @@ class LatentModule(DiffusionModule):
 
         The weights must be whole: see `callbacks.whole`.
         """
+        request = self.sample_request(fields, num_steps=num_steps, guidance=guidance)
+        return self.decode(sample(self.denoiser(), self.sampler(), request))
+
+    def sample_request(
+        self, fields: Mapping[str, Tensor], *, num_steps: int, guidance: float
+    ) -> SampleRequest:
+        """Starting noise, conditions and guidance of `draw_samples`."""
         given = {name: fields[name].to(self.device) for name in self.condition_inputs()}
         conditions = {**self.encode(given), **self.more_conditions(fields)}
         conditions, guide = self.guided(conditions, given, guidance)
-        request = SampleRequest(
+        return SampleRequest(
             noise=starting_noise(
                 self.seed, len(next(iter(given.values()))), self.latent_shape, self.device
             ),
@@ -273,7 +280,6 @@ class LatentModule(DiffusionModule):
             self_conditioning=self.spec.self_conditioning,
             timetable=self.timetable(num_steps),
         )
-        return self.decode(sample(self.denoiser(), self.sampler(), request))
 
     def saved_scheduler(self) -> Any:
         """The scheduler that an exported pipeline draws with."""
